@@ -1,0 +1,1 @@
+"""Block-sparse attention on one device and over a Ulysses x Ring mesh."""

@@ -1,0 +1,98 @@
+"""block_sparse_attention: the single-device operation with gradients that everything else is checked against.
+
+Dims: B batch, Sq/Sk tokens, H query heads, Hkv key/value heads, D/Dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dbsp_megatron.attention.engines import Engine, choose_engine
+from dbsp_megatron.block_mask import BlockMask
+
+
+class _BlockSparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, engine: Engine
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = engine.forward(q, k, v, mask.blocks, mask.block_size_q, mask.block_size_k, scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, mask.blocks)
+        ctx.mask, ctx.scale, ctx.engine = mask, scale, engine
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, blocks = ctx.saved_tensors
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2) - dlse
+        dq, dk, dv = ctx.engine.backward(
+            q, k, v, dout, lse, delta, blocks, ctx.mask.block_size_q, ctx.mask.block_size_k, ctx.scale
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k, v fit together as one attention (shapes, dtype, device, head groups)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dims [B, S, H, D], got shape {tuple(x.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in [B, S, Hkv], got {tuple(k.shape[:3])} and {tuple(v.shape[:3])}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have one head dim, got {q.shape[3]} and {k.shape[3]}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of kv heads, got H={q.shape[2]} and Hkv={k.shape[2]}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    scale: float | None = None,
+    return_lse: bool = True,
+    engine: str = "auto",
+) -> tuple[Tensor, Tensor] | Tensor:
+    """Softmax attention over the token pairs that `mask` keeps, on one device, with gradients.
+
+    Args:
+        q: [B, Sq, H, D], any strides.
+        k: [B, Sk, Hkv, D]; query head h reads kv head h // (H / Hkv).
+        v: [B, Sk, Hkv, Dv].
+        mask: blocks to compute, H heads, lengths Sq and Sk; moved to q's device if it is elsewhere.
+        scale: softmax scale, default D ** -0.5.
+        return_lse: also return lse.
+        engine: "auto" or "torch".
+
+    Returns:
+        out [B, Sq, H, Dv] in q's dtype and, if asked, lse fp32 (fp64 for fp64 inputs) [B, H, Sq], natural log. An
+        empty row has out 0, lse -inf and zero gradients. Gradients flow through both.
+
+    Raises:
+        ValueError: inputs and mask do not fit together.
+    """
+    check_qkv(q, k, v)
+    if mask.num_heads != q.shape[2]:
+        raise ValueError(f"mask has {mask.num_heads} heads, q has {q.shape[2]}: give one pattern per query head")
+    if mask.batch_size not in (1, q.shape[0]):
+        raise ValueError(f"mask has batch size {mask.batch_size}, q has {q.shape[0]}: use 1 or {q.shape[0]}")
+    if (mask.seqlen_q, mask.seqlen_k) != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"mask is for seqlen_q={mask.seqlen_q}, seqlen_k={mask.seqlen_k}, q has {q.shape[1]} tokens and "
+            f"k {k.shape[1]}: pass seqlen_q={q.shape[1]}, seqlen_k={k.shape[1]} to BlockMask"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = _BlockSparseAttention.apply(q, k, v, mask.to(q.device), scale, choose_engine(engine, q.device))
+    return (out, lse) if return_lse else out

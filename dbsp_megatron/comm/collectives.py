@@ -1,0 +1,83 @@
+"""Uneven all-to-all, uneven row gather and ring send/receive on raw tensors; no autograd here.
+
+Every function takes the group it works on, never changes its inputs, and sends contiguous copies of strided inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_to_all_flat(send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Exchange pieces of a flat buffer: piece i of `send` goes to group rank i.
+
+    Args:
+        send: [sum(send_sizes)], contiguous, any dtype.
+        send_sizes: elements for each group rank; 0 is allowed.
+        recv_sizes: elements from each group rank; entry j equals entry `me` of rank j's send_sizes.
+        group: ranks that take part.
+
+    Returns:
+        [sum(recv_sizes)], a new tensor, pieces in group rank order.
+    """
+    recv = send.new_empty(sum(recv_sizes))
+    dist.all_to_all_single(recv, send, list(recv_sizes), list(send_sizes), group=group)
+    return recv
+
+
+def gather_rows(x: Tensor, rows_per_rank: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the ranks' tensors along `dim`, in group rank order, when they differ in length there.
+
+    Args:
+        x: this rank's rows; `x.shape[dim] == rows_per_rank[me]`.
+        rows_per_rank: length of `dim` on each rank, known to all (from the layout), so that no size exchange is needed.
+        dim: dim to concatenate; all others are equal on all ranks.
+        group: ranks that take part.
+
+    Returns:
+        The whole tensor, on every rank.
+    """
+    longest = max(rows_per_rank)
+    rows = x.movedim(dim, 0)
+    # gloo gathers equal shapes only; the rows past a rank's own length are never read.
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    gathered = [torch.empty_like(padded) for _ in rows_per_rank]
+    dist.all_gather(gathered, padded, group=group)
+    whole = torch.cat([part[:count] for part, count in zip(gathered, rows_per_rank, strict=True)])
+    return whole.movedim(0, dim)
+
+
+def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' equal-sized vectors as rows: [n] -> [P, n]."""
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(gathered, x.contiguous(), group=group)
+    return torch.stack(gathered)
+
+
+class RingHop:
+    """One hop of a ring: send a flat buffer to the next rank while receiving one from the previous rank."""
+
+    def __init__(self, send: Tensor, recv_size: int, group: dist.ProcessGroup) -> None:
+        self._send = send.contiguous()
+        self._recv = send.new_empty(recv_size)
+        ranks = dist.get_process_group_ranks(group)
+        me = dist.get_rank(group)
+        following, previous = ranks[(me + 1) % len(ranks)], ranks[(me - 1) % len(ranks)]
+        ops = []
+        # Both ends know both sizes, so an empty hop is left out on both sides.
+        if self._send.numel():
+            ops.append(dist.P2POp(dist.isend, self._send, following, group=group))
+        if recv_size:
+            ops.append(dist.P2POp(dist.irecv, self._recv, previous, group=group))
+        self._work = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> Tensor:
+        """The received buffer, once it has arrived and the sent one may be reused."""
+        for work in self._work:
+            work.wait()
+        return self._recv

@@ -1,0 +1,53 @@
+"""MaskMethod: a published way to choose dense blocks, as a function of block means of q and k.
+
+Dims: B batch, H/Hkv heads, D head dim, nq query blocks at hand, Nk key blocks of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class MaskMethod(ABC):
+    """Predicts the mask rows of some query blocks; each row is made on one rank only, so ranks cannot differ.
+
+    A method may use any query blocks' rows alone: `predict` on a part of the rows equals that part of `predict` on all.
+    """
+
+    name: str = ""
+
+    @abstractmethod
+    def predict(
+        self, q_summary: Tensor, k_summary: Tensor, layer: int, step: int, grid: tuple[int, int, int] | None
+    ) -> Tensor:
+        """Choose the key blocks of each query block.
+
+        Args:
+            q_summary: block means of q, [B, nq, H, D], any nq (0 too).
+            k_summary: block means of k, [B, Nk, Hkv, D], ascending block index.
+            layer: layer index.
+            step: training or denoising step.
+            grid: (frames, rows, columns) of tokens, if the sequence is a video.
+
+        Returns:
+            bool [B, H, nq, Nk] on the inputs' device.
+        """
+
+    def describe(self) -> str:
+        """Name and settings, equal on ranks that use equal methods."""
+        return self.name
+
+
+def pool_blocks(x: Tensor, block_size: int) -> Tensor:
+    """Mean of each block of tokens: [B, s, H, D] -> fp32 (fp64 for fp64) [B, ceil(s / block_size), H, D]; the last may be short."""
+    x = x.detach()
+    x = x if x.element_size() == 8 else x.float()
+    full = x.shape[1] // block_size
+    means = x[:, : full * block_size].unflatten(1, (full, block_size)).mean(2) if full else x[:, :0]
+    if full * block_size == x.shape[1]:
+        return means
+    tail = x[:, full * block_size :].mean(1, keepdim=True)
+    return torch.cat([means, tail], dim=1)

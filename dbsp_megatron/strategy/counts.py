@@ -1,0 +1,108 @@
+"""Counts of a layer's dense blocks, gathered from the ranks that hold the mask rows.
+
+Dims: B batch, H heads, N blocks, nb blocks of this rank, P ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dbsp_megatron.block_mask import BlockMask
+from dbsp_megatron.comm.collectives import gather_rows, gather_vectors
+from dbsp_megatron.plan import Workload, block_homes
+from dbsp_megatron.strategy.layout import TokenLayout
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """What is known of one layer's mask: counts under the layout, and under the unbalanced contiguous layout."""
+
+    workload: Workload
+    contiguous: Workload
+    density: float
+
+
+def counts_of_mask(mask: BlockMask, layout: TokenLayout, ulysses_degree: int, ring_degree: int) -> LayerCounts:
+    """Counts of a mask that every rank holds whole; no communication."""
+    size = ulysses_degree * ring_degree
+    here = Workload.from_mask(mask, layout.homes_for(mask.block_size_q), layout.homes_for(mask.block_size_k), size)
+    plain = Workload.from_mask(
+        mask,
+        block_homes(mask.num_q_blocks, ulysses_degree, ring_degree, "contiguous"),
+        block_homes(mask.num_k_blocks, ulysses_degree, ring_degree, "contiguous"),
+        size,
+    )
+    return LayerCounts(here, plain, float(mask.numpy().mean()) if mask.blocks.numel() else 0.0)
+
+
+def _by_home(rows: Tensor, homes: Tensor, size: int) -> Tensor:
+    """Dense blocks by home of the k-block: bool [B, H, nb, N] -> int64 [H, nb, P], summed over the batch."""
+    counts = rows.sum(0, dtype=torch.int64)
+    return counts.new_zeros((*counts.shape[:2], size)).index_add_(2, homes, counts)
+
+
+def gather_counts(
+    rows: Tensor,
+    layout: TokenLayout,
+    ulysses_degree: int,
+    ring_degree: int,
+    group: dist.ProcessGroup | None,
+    whole_mask: bool,
+) -> LayerCounts:
+    """Counts from the mask rows that each rank made for its own q-blocks; one gather of integers.
+
+    Args:
+        rows: bool [B, H, nb, N], this rank's rows, in the order of `layout.local_blocks`.
+        layout: token layout.
+        ulysses_degree: U.
+        ring_degree: R.
+        group: sp group, None for one rank; its backend moves host tensors (the integers are on the host).
+        whole_mask: also gather the mask itself, for policies that move blocks.
+    """
+    size = ulysses_degree * ring_degree
+    heads, num = rows.shape[1], layout.num_blocks
+    plain = block_homes(num, ulysses_degree, ring_degree, "contiguous")
+    local = layout.local_blocks
+    by_home = _by_home(rows, torch.from_numpy(layout.homes).to(rows.device), size).cpu()
+    by_plain = _by_home(rows, torch.from_numpy(plain).to(rows.device), size).cpu()
+    longest = int(np.bincount(layout.homes, minlength=size).max())
+    row_sums = torch.zeros((longest, heads), dtype=torch.int64)
+    row_sums[: len(local)] = by_home.sum(-1).T
+    plain_tiles = torch.zeros((size, heads, size), dtype=torch.int64)
+    plain_tiles.index_add_(0, torch.from_numpy(plain[local]), by_plain.transpose(0, 1))
+    mine = torch.cat([x.flatten() for x in (row_sums, by_home.sum(1), plain_tiles)])
+    gathered = mine[None] if group is None else gather_vectors(mine, group)
+    all_rows, tiles, all_plain = gathered.split([longest * heads, heads * size, size * heads * size], dim=1)
+
+    row_blocks = np.zeros((heads, num), dtype=np.int64)
+    for rank in range(size):
+        blocks = np.flatnonzero(layout.homes == rank)
+        row_blocks[:, blocks] = all_rows[rank].view(longest, heads)[: len(blocks)].T.numpy()
+    tile_blocks = tiles.reshape(size, heads, size).transpose(0, 1).numpy()
+    plain_blocks = all_plain.sum(0).view(size, heads, size).transpose(0, 1).numpy()
+    blocks = None
+    columns = None
+    if whole_mask:
+        blocks = gather_block_rows(rows.cpu(), layout, group).numpy()
+        columns = blocks.sum(axis=(0, 1, 2), dtype=np.int64)
+    possible = rows.shape[0] * heads * num * num
+    return LayerCounts(
+        Workload(row_blocks, tile_blocks, columns, layout.homes, layout.homes, size, blocks),
+        Workload(row_blocks, plain_blocks, None, plain, plain, size),
+        float(row_blocks.sum() / possible) if possible else 0.0,
+    )
+
+
+def gather_block_rows(rows: Tensor, layout: TokenLayout, group: dist.ProcessGroup | None) -> Tensor:
+    """The whole mask bool [B, H, N, N] from every rank's rows [B, H, nb, N]."""
+    if group is None:
+        return rows
+    per_rank = np.bincount(layout.homes, minlength=group.size())
+    whole = gather_rows(rows.to(torch.uint8), per_rank.tolist(), 2, group)
+    order = np.argsort(np.argsort(layout.homes, kind="stable"), kind="stable")
+    return whole.index_select(2, torch.from_numpy(order).to(whole.device)).bool()

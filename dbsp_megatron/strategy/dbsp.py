@@ -1,0 +1,43 @@
+"""Dual-balanced sequence parallelism: heads and token blocks placed so that ranks compute equally much."""
+
+from __future__ import annotations
+
+from dbsp_megatron.plan import PartitionPlan, Workload, plan_workload
+from dbsp_megatron.strategy.base import SequenceParallelStrategy, register_strategy
+
+
+@register_strategy
+class DualBalanced(SequenceParallelStrategy):
+    """Striped token layout made once, heads placed per layer by their dense blocks.
+
+    Source:
+        db-SP (arXiv:2511.23113). Differs: blocks are balanced by the layout instead of a per-layer exchange (the published
+        rule is `block_policy="paper"`), head counts may differ between ranks, and plans come from integer counts.
+    """
+
+    name = "dbsp"
+
+    def degrees(self) -> tuple[int, int]:
+        """As configured."""
+        return self._from_config()
+
+    @property
+    def layout_policy(self) -> str:
+        """Stripe, unless the block policy starts from contiguous blocks."""
+        return "contiguous" if self.config.block_policy in ("contiguous", "paper") else "stripe"
+
+    @property
+    def needs_mask_on_host(self) -> bool:
+        """True for the published rule, which moves blocks per layer."""
+        return self.config.block_policy == "paper" and self.ring_degree > 1
+
+    def plan(self, workload: Workload) -> PartitionPlan:
+        """Heads by `head_policy`; blocks stay at home unless `block_policy` is paper."""
+        return plan_workload(
+            workload,
+            ulysses_degree=self.ulysses_degree,
+            ring_degree=self.ring_degree,
+            head_policy=self.config.head_policy,
+            block_policy="paper" if self.needs_mask_on_host else "home",
+            reward=self.config.reward,
+        )

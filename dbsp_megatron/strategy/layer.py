@@ -1,0 +1,255 @@
+"""One attention layer on one rank: agree, count, plan, exchange, ring, and back.
+
+Dims: B batch, s tokens of this rank, H/Hkv heads, D head dim, nb/N blocks of this rank / of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbsp_megatron.attention.engines import Engine
+from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, to_owners
+from dbsp_megatron.attention.ring import RingAttention, RingWork
+from dbsp_megatron.attention.work import Geometry, WorkIndex
+from dbsp_megatron.block_mask import BlockMask
+from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.collectives import gather_rows
+from dbsp_megatron.masks import MaskMethod, pool_blocks
+from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
+from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads
+from dbsp_megatron.strategy.base import SequenceParallelStrategy
+from dbsp_megatron.strategy.config import SequenceParallelConfig
+from dbsp_megatron.strategy.counts import LayerCounts, counts_of_mask, gather_counts
+from dbsp_megatron.strategy.layout import TokenLayout
+from dbsp_megatron.strategy.records import StepRecords, Stopwatch
+
+_MAX_CACHED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """Checked inputs of one attention call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask | MaskMethod
+    layer: int
+    step: int
+    layout: TokenLayout
+    scale: float
+    grid: tuple[int, int, int] | None
+    engine: Engine
+
+    @property
+    def plan_key(self) -> tuple[object, ...]:
+        """What a plan depends on beside counts."""
+        blocks = (self.mask.block_size_q, self.mask.block_size_k) if isinstance(self.mask, BlockMask) else ()
+        return (*self.layout.key, self.q.shape[0], self.q.shape[2], self.k.shape[2], *blocks)
+
+    @property
+    def shape_digest(self) -> int:
+        """Equal on ranks whose tensors fit together."""
+        q, v = self.q, self.v
+        return digest_int(q.shape[0], *q.shape[2:], *v.shape[2:], str(q.dtype), self.scale, self.layout.key, self.engine.name)
+
+    @property
+    def mask_digest(self) -> int:
+        """Equal on ranks with equal masks or methods."""
+        return digest_int(self.mask.digest if isinstance(self.mask, BlockMask) else self.mask.describe())
+
+
+def _remember(cache: OrderedDict[Hashable, object], key: Hashable, value: object) -> None:
+    cache[key] = value
+    while len(cache) > _MAX_CACHED:
+        cache.popitem(last=False)
+
+
+class LayerRunner:
+    """Runs calls of all layers; holds the caches that they share."""
+
+    def __init__(
+        self,
+        config: SequenceParallelConfig,
+        strategy: SequenceParallelStrategy,
+        groups: SequenceParallelGroups,
+        mesh: SequenceParallelMesh,
+        cache: PlanCache,
+    ) -> None:
+        self.config, self.strategy, self.groups, self.mesh, self.cache = config, strategy, groups, mesh, cache
+        self.traffic = Traffic()
+        self._counts: OrderedDict[Hashable, object] = OrderedDict()
+        self._work: OrderedDict[Hashable, object] = OrderedDict()
+
+    def run(
+        self, call: LayerCall | None, problem: str | None, layer: int, step: int, records: StepRecords
+    ) -> tuple[Tensor, Tensor | BlockMask, PartitionPlan]:
+        """Output [B, s, H, Dv], mask rows (or the mask), and the plan that was used.
+
+        Raises:
+            ValueError: on every rank: one rank has a problem, or ranks disagree.
+        """
+        where = f"attention layer {layer}, step {step}"
+        before = self.traffic.bytes_sent
+        counts = plan = None
+        reused = False
+        if call is not None and isinstance(call.mask, BlockMask):
+            counts = self._static_counts(call.mask, call.layout)
+            plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
+        elif call is not None and self.config.plan_counts == "previous":
+            plan, reused = self._plan_from_before(call)
+        beliefs = {
+            "tensor shapes, dtype and layout": call.shape_digest if call else 0,
+            "mask": call.mask_digest if call else 0,
+            "layer and step": digest_int(layer, step),
+            "partition plan": digest_int(plan.digest) if plan else 0,
+        }
+        agree(where, problem, beliefs, self.groups.control_group)
+        if call is None:
+            raise ValueError(f"{where}: {problem}")
+
+        watch = Stopwatch(call.q.device)
+        rows: Tensor | BlockMask
+        if isinstance(call.mask, BlockMask):
+            rows = call.mask
+        else:
+            rows = self._predict(call, call.mask)
+            counts = gather_counts(
+                rows,
+                call.layout,
+                self.mesh.ulysses_degree,
+                self.mesh.ring_degree,
+                self.groups.control_group if self.mesh.size > 1 else None,
+                self.strategy.needs_mask_on_host,
+            )
+            if plan is None:
+                plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
+            else:
+                self.cache.observe(layer, step, counts.workload, key=call.plan_key)
+        if plan is None or counts is None:
+            raise RuntimeError(f"{where}: no plan was made")
+        out = self._execute(call, plan, rows)
+        watch.stop()
+        self._record(records, layer, plan, reused, counts, watch, self.traffic.bytes_sent - before)
+        return out, rows, plan
+
+    def _static_counts(self, mask: BlockMask, layout: TokenLayout) -> LayerCounts:
+        key = (mask.digest, layout.key)
+        if key not in self._counts:
+            counts = counts_of_mask(mask, layout, self.mesh.ulysses_degree, self.mesh.ring_degree)
+            _remember(self._counts, key, counts)
+        self._counts.move_to_end(key)
+        return cast(LayerCounts, self._counts[key])
+
+    def _plan_from_before(self, call: LayerCall) -> tuple[PartitionPlan | None, bool]:
+        """The plan that the counts of the step before give; None when this layer has none yet."""
+        if not self.cache.knows(call.layer, call.plan_key):
+            return None, False
+        return self.cache.plan_for(call.layer, call.step, None, key=call.plan_key)
+
+    def _predict(self, call: LayerCall, method: MaskMethod) -> Tensor:
+        """Mask rows bool [B, H, nb, N] of this rank's q-blocks."""
+        layout = call.layout
+        with torch.no_grad():
+            q_summary = pool_blocks(call.q, layout.block_size)
+            k_summary = pool_blocks(call.k, layout.block_size)
+            if self.mesh.group is not None:
+                per_rank = np.bincount(layout.homes, minlength=self.mesh.size).tolist()
+                gathered = gather_rows(k_summary, per_rank, 1, self.mesh.group)
+                self.traffic.bytes_sent += k_summary.numel() * k_summary.element_size() * (self.mesh.size - 1)
+                place = np.argsort(np.argsort(layout.homes, kind="stable"), kind="stable")
+                k_summary = gathered.index_select(1, torch.from_numpy(place).to(gathered.device))
+            return method.predict(q_summary, k_summary, call.layer, call.step, call.grid)
+
+    def _work_index(self, plan: PartitionPlan, geometry: Geometry, kind: str, device: torch.device, layout_key: object) -> WorkIndex:
+        key = (plan.digest, kind, geometry.num_heads, geometry.num_kv_heads, geometry.block_size_q, geometry.block_size_k, layout_key, device)
+        if key not in self._work:
+            _remember(self._work, key, WorkIndex(plan, geometry).on(device))
+        self._work.move_to_end(key)
+        return cast(WorkIndex, self._work[key])
+
+    def _exchange(self, index: WorkIndex) -> Exchange:
+        if len(index.peers) == 1:
+            return Exchange(None, 0, self.traffic)
+        group = self.mesh.group if index.moves else self.mesh.ulysses_group
+        return Exchange(group, index.peers.index(self.mesh.rank), self.traffic)
+
+    def _execute(self, call: LayerCall, plan: PartitionPlan, rows: Tensor | BlockMask) -> Tensor:
+        q, layout, device = call.q, call.layout, call.q.device
+        heads, kv_heads = q.shape[2], call.k.shape[2]
+        size_q = rows.block_size_q if isinstance(rows, BlockMask) else layout.block_size
+        size_k = rows.block_size_k if isinstance(rows, BlockMask) else layout.block_size
+        homes = layout.token_homes()
+        geometry = Geometry(self.mesh.rank, layout.seqlen, heads, kv_heads, size_q, size_k, homes)
+        index = self._work_index(plan, geometry, "tokens", device, layout.key)
+        exchange = self._exchange(index)
+        if isinstance(rows, BlockMask):
+            mine = rows.to(device).blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks)
+        else:
+            mine = self._rows_to_owners(call, plan, rows)
+        work = RingWork(
+            step_blocks=[
+                mine.index_select(3, index.kv_chunks[(self.mesh.ring_rank - step) % self.mesh.ring_degree])
+                for step in range(self.mesh.ring_degree)
+            ],
+            chunk_tokens=index.chunk_tokens,
+            ring_rank=self.mesh.ring_rank,
+            group=self.mesh.ring_group,
+            block_size_q=size_q,
+            block_size_k=size_k,
+            scale=call.scale,
+            kv_index=index.kv_index,
+            engine=call.engine,
+            traffic=self.traffic,
+        )
+        q, k, v = ToOwners.apply(q, call.k, call.v, index.q_side, index.kv_side, exchange)
+        out = RingAttention.apply(q, k, v, work)
+        return cast(Tensor, ToHomes.apply(out, index.q_side, layout.num_local, heads, exchange))
+
+    def _rows_to_owners(self, call: LayerCall, plan: PartitionPlan, rows: Tensor) -> Tensor:
+        """Mask rows follow their q-blocks and heads: bool [B, H, nb, N] -> [B, h, q-blocks here, N]."""
+        layout, heads = call.layout, call.q.shape[2]
+        geometry = Geometry(self.mesh.rank, layout.num_blocks, heads, call.k.shape[2], 1, 1, layout.homes)
+        index = self._work_index(plan, geometry, "rows", rows.device, layout.key)
+        packed = rows.permute(0, 2, 1, 3).to(torch.uint8)
+        moved = to_owners((packed,), (index.q_side,), self._exchange(index))[0]
+        return moved.permute(0, 2, 1, 3).bool()
+
+    def _record(
+        self,
+        records: StepRecords,
+        layer: int,
+        plan: PartitionPlan,
+        reused: bool,
+        counts: LayerCounts,
+        watch: Stopwatch,
+        num_bytes: int,
+    ) -> None:
+        mesh = (self.mesh.ulysses_degree, self.mesh.ring_degree)
+        loads = evaluate_loads(plan.head_owner, plan.q_block_owner, plan.kv_block_owner, counts.workload, *mesh)
+        record = records.layer(layer)
+        record.imbalance_before = self._contiguous_imbalance(counts)
+        record.imbalance_after = barrier_imbalance(loads)
+        total = int(loads.sum())
+        record.imbalance_gpu = float(loads.sum(-1).max() * loads.shape[0] * loads.shape[1] / total) if total else 1.0
+        record.reused, record.density = reused, counts.density
+        record.moved_q_fraction = plan.moved_q_fraction
+        record.bytes_sent += num_bytes
+        record.head_owner = [int(owner) for owner in plan.head_owner]
+        record.watches.append(watch)
+        record.blocks_timed += int(loads.max(1).sum(-1).max())
+
+    def _contiguous_imbalance(self, counts: LayerCounts) -> float:
+        mesh = (self.mesh.ulysses_degree, self.mesh.ring_degree)
+        heads = counts.contiguous.num_heads
+        runs = np.array_split(np.arange(heads), mesh[0])
+        head_owner = np.concatenate([np.full(len(run), u, dtype=np.int64) for u, run in enumerate(runs)])
+        owners = (counts.contiguous.q_home // mesh[0], counts.contiguous.k_home // mesh[0])
+        return barrier_imbalance(evaluate_loads(head_owner, *owners, counts.contiguous, *mesh))

@@ -1,0 +1,119 @@
+"""TokenLayout: which rank holds which tokens between attention layers.
+
+Dims: S tokens of the whole sequence, s tokens of this rank, N token blocks, P = U * R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dbsp_megatron.block_mask import num_blocks
+from dbsp_megatron.comm.reshard import GatherRows, RowMap, ShardRows
+from dbsp_megatron.plan import block_homes
+
+
+class TokenLayout:
+    """Whole token blocks on ranks, in ascending order inside each rank; only the sequence's last block may be short.
+
+    Made by `SequenceParallel.layout`. Lengths differ between ranks; a rank may hold nothing.
+
+    Attributes:
+        seqlen: tokens of the whole sequence.
+        block_size: tokens per block.
+        homes: int64 [N] (NumPy), sp rank of each block.
+        positions: int64 [s], global token indices of this rank, on the host.
+    """
+
+    def __init__(
+        self,
+        seqlen: int,
+        block_size: int,
+        policy: str,
+        ulysses_degree: int,
+        ring_degree: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        if seqlen < 1:
+            raise ValueError(f"seqlen must be >= 1, got {seqlen}")
+        if block_size < 1:
+            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        self.seqlen, self.block_size, self.policy, self.rank = seqlen, block_size, policy, rank
+        self.num_blocks = num_blocks(seqlen, block_size)
+        self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
+        token_homes = self.token_homes()
+        positions = [
+            torch.from_numpy(np.flatnonzero(token_homes == p)) for p in range(ulysses_degree * ring_degree)
+        ]
+        self._rows = RowMap(positions, rank, group)
+        self.positions: Tensor = positions[rank]
+
+    def token_homes(self) -> np.ndarray:
+        """Sp rank of each token, int64 [S]."""
+        return np.repeat(self.homes, self.block_size)[: self.seqlen]
+
+    def homes_for(self, block_size: int) -> np.ndarray:
+        """Sp rank of the first token of each block of another block size, int64 [ceil(S / block_size)]."""
+        return self.token_homes()[:: block_size]
+
+    @property
+    def key(self) -> tuple[int, int, str, int]:
+        """What distinguishes layouts of one SequenceParallel."""
+        return self.seqlen, self.block_size, self.policy, len(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens per rank."""
+        return self._rows.counts
+
+    @property
+    def num_local(self) -> int:
+        """Tokens of this rank, s."""
+        return self.counts[self.rank]
+
+    @property
+    def local_blocks(self) -> np.ndarray:
+        """Block indices of this rank, ascending, int64."""
+        return np.flatnonzero(self.homes == self.rank)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole tensor.
+
+        Args:
+            x: any shape with `x.shape[dim] == seqlen`, equal on all ranks.
+            dim: the token dim.
+
+        Returns:
+            The rows `positions` of x. The adjoint gathers the gradient rows of all ranks, unscaled.
+
+        Raises:
+            ValueError: x is not `seqlen` long.
+        """
+        if x.shape[dim] != self.seqlen:
+            raise ValueError(f"shard: dim {dim} has {x.shape[dim]} tokens, the layout has seqlen={self.seqlen}")
+        return cast(Tensor, ShardRows.apply(x, dim, self._rows))
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor in original token order, on every rank; collective.
+
+        Args:
+            x: any shape with `x.shape[dim] == num_local`.
+            dim: the token dim.
+
+        Returns:
+            `seqlen` tokens along `dim`. The adjoint takes this rank's rows of the gradient, unscaled: compute the same
+            loss on every rank.
+
+        Raises:
+            ValueError: x is not `num_local` long (also raised when only this rank is wrong: check shapes first).
+        """
+        if x.shape[dim] != self.num_local:
+            raise ValueError(
+                f"gather: dim {dim} has {x.shape[dim]} tokens, rank {self.rank} holds {self.num_local} of {self.seqlen}"
+            )
+        return cast(Tensor, GatherRows.apply(x, dim, self._rows))

@@ -1,0 +1,111 @@
+"""What was measured of each layer's attention in the current step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Stopwatch:
+    """Elapsed milliseconds of work on a device; on CUDA by events, so that starting and stopping never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        if self._cuda:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+        else:
+            self._start = time.perf_counter()
+            self._elapsed = 0.0
+
+    def stop(self) -> Stopwatch:
+        """End of the work."""
+        if self._cuda:
+            self._events[1].record()
+        else:
+            self._elapsed = time.perf_counter() - self._start
+        return self
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds between start and stop; waits for the device."""
+        if self._cuda:
+            self._events[1].synchronize()
+            return float(self._events[0].elapsed_time(self._events[1]))
+        return self._elapsed * 1e3
+
+
+@dataclass
+class LayerRecord:
+    """One layer in one step; several calls (micro-batches, recompute) add up in time and bytes, the last one gives the rest."""
+
+    layer: int
+    imbalance_before: float = 1.0
+    imbalance_after: float = 1.0
+    imbalance_gpu: float = 1.0
+    reused: bool = False
+    density: float = 0.0
+    moved_q_fraction: float = 0.0
+    barrier_blocks: int = 0
+    bytes_sent: int = 0
+    head_owner: list[int] = field(default_factory=list)
+    watches: list[Stopwatch] = field(default_factory=list)
+    blocks_timed: int = 0
+
+    @property
+    def attention_ms(self) -> float:
+        """Forward time of the calls so far on this rank."""
+        return sum(watch.elapsed_ms() for watch in self.watches)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for logs."""
+        return {
+            "layer": self.layer,
+            "imbalance_before": self.imbalance_before,
+            "imbalance_after": self.imbalance_after,
+            "imbalance_gpu": self.imbalance_gpu,
+            "reused": self.reused,
+            "density": self.density,
+            "moved_q_fraction": self.moved_q_fraction,
+            "bytes_sent": self.bytes_sent,
+            "attention_ms": self.attention_ms,
+            "head_owner": self.head_owner,
+        }
+
+
+class StepRecords:
+    """The layers of the current step, and the rate that predicts the next one."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerRecord] = {}
+        self._ms_per_block: float | None = None
+
+    def start(self) -> None:
+        """A new step begins."""
+        blocks = sum(record.blocks_timed for record in self.layers.values())
+        if blocks:
+            self._ms_per_block = self.measured_ms() / blocks
+        self.layers = {}
+
+    def layer(self, layer: int) -> LayerRecord:
+        """The record of a layer, made when first asked for."""
+        return self.layers.setdefault(layer, LayerRecord(layer))
+
+    def measured_ms(self) -> float:
+        """Attention time of this rank in this step."""
+        return sum(record.attention_ms for record in self.layers.values())
+
+    def predicted_ms(self) -> float:
+        """Time of this step's barrier-counted blocks at the rate of the step before; nan in the first step."""
+        if self._ms_per_block is None:
+            return float("nan")
+        return self._ms_per_block * sum(record.blocks_timed for record in self.layers.values())
+
+    def mean(self, name: str) -> float:
+        """Mean of a field over the layers; nan before the first layer."""
+        values = [float(getattr(record, name)) for record in self.layers.values()]
+        return float(np.mean(values)) if values else float("nan")

@@ -1,0 +1,297 @@
+"""SequenceParallel: the object that splits a sequence over ranks and runs attention on it.
+
+Dims: B batch, S tokens of the whole sequence, s tokens of this rank, H/Hkv heads, D head dim, N blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dbsp_megatron.attention.api import check_qkv
+from dbsp_megatron.attention.engines import choose_engine
+from dbsp_megatron.block_mask import BlockMask
+from dbsp_megatron.comm.agree import agree
+from dbsp_megatron.masks import MaskMethod
+from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
+from dbsp_megatron.plan import PartitionPlan, PlanCache
+from dbsp_megatron.strategy.base import get_strategy
+from dbsp_megatron.strategy.config import SequenceParallelConfig
+from dbsp_megatron.strategy.counts import gather_block_rows
+from dbsp_megatron.strategy.layer import LayerCall, LayerRunner
+from dbsp_megatron.strategy.layout import TokenLayout
+from dbsp_megatron.strategy.records import StepRecords
+
+_MAX_LAYOUTS = 64
+_KEPT_ROWS = 1 << 20
+"""Mask rows up to this many blocks per layer are kept for `layer_mask`."""
+
+
+@dataclass(frozen=True)
+class _Context:
+    layout: TokenLayout | None = None
+    mask: BlockMask | MaskMethod | None = None
+    grid: tuple[int, int, int] | None = None
+
+
+def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """None for a single rank, so that nothing is ever sent there."""
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if group is None or group.size() == 1 else group
+
+
+class SequenceParallel:
+    """Sequence parallelism with one strategy on one process group; every rank of the group makes it and calls it alike.
+
+    Args:
+        config: strategy, mesh and policies.
+        group: ranks that share a sequence; default the world. Without torch.distributed, a single rank.
+        pg_collection: Megatron's ProcessGroupCollection; its context-parallel group is used instead of `group`.
+
+    Raises:
+        ValueError: on every rank, before any exchange: the strategy cannot run on this many ranks, or ranks were given
+            different configurations.
+        NotImplementedError: a strategy that this version does not hold.
+    """
+
+    def __init__(
+        self, config: SequenceParallelConfig, group: dist.ProcessGroup | None = None, *, pg_collection: Any = None
+    ) -> None:
+        self.config = config
+        if pg_collection is not None:
+            group = getattr(pg_collection, "cp", None)
+        group = _resolve_group(group)
+        size = 1 if group is None else group.size()
+        problem: ValueError | NotImplementedError | None = None
+        try:
+            self.strategy = get_strategy(config.strategy)(config, size)
+        except (ValueError, NotImplementedError) as error:
+            problem = error
+        try:
+            agree("", None if problem is None else str(problem), {"sequence-parallel configuration": config.digest}, group)
+        except ValueError:
+            if isinstance(problem, NotImplementedError):
+                raise problem from None
+            raise
+        self.groups = (
+            groups_from_megatron(pg_collection)
+            if pg_collection is not None and group is not None
+            else SequenceParallelGroups(group)
+        )
+        self.mesh: SequenceParallelMesh = self.groups.mesh(self.strategy.ulysses_degree, self.strategy.ring_degree)
+        self.group = group
+        self.size, self.rank = size, self.mesh.rank
+        self.ulysses_degree, self.ring_degree = self.mesh.ulysses_degree, self.mesh.ring_degree
+        self.cache = PlanCache(self.strategy.plan, replan_gain=config.replan_gain)
+        self.records = StepRecords()
+        self._runner = LayerRunner(self.config, self.strategy, self.groups, self.mesh, self.cache)
+        self._layouts: OrderedDict[tuple[int, int], TokenLayout] = OrderedDict()
+        self._context: list[_Context] = []
+        self._step: int | None = None
+        self._calls = 0
+        self._rows: dict[int, tuple[Tensor | BlockMask, TokenLayout, PartitionPlan]] = {}
+
+    def layout(self, seqlen: int, block_size: int | None = None) -> TokenLayout:
+        """Who holds which tokens of a sequence; made once per length and kept (bounded).
+
+        Args:
+            seqlen: tokens of the whole sequence.
+            block_size: tokens per block, default `config.block_size`.
+
+        Raises:
+            ValueError: a size is not positive.
+        """
+        key = (seqlen, self.config.block_size if block_size is None else block_size)
+        if key not in self._layouts:
+            self._layouts[key] = TokenLayout(
+                *key, self.strategy.layout_policy, self.ulysses_degree, self.ring_degree, self.rank, self.group
+            )
+            while len(self._layouts) > _MAX_LAYOUTS:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(key)
+        return self._layouts[key]
+
+    def begin_step(self, step: int) -> None:
+        """Start a training or denoising step: plans are decided once per layer and step, statistics start anew.
+
+        Without it, every attention call counts as a step of its own.
+        """
+        self._step = step
+        self.records.start()
+        self._runner.traffic.bytes_sent = 0
+
+    @contextmanager
+    def use(
+        self,
+        layout: TokenLayout | None = None,
+        mask: BlockMask | MaskMethod | None = None,
+        grid: tuple[int, int, int] | None = None,
+    ) -> Iterator[SequenceParallel]:
+        """Layout, mask and token grid for the attention modules called inside.
+
+        With activation recompute the backward pass calls them again: keep it inside too.
+        """
+        self._context.append(_Context(layout, mask, grid))
+        try:
+            yield self
+        finally:
+            self._context.pop()
+
+    @property
+    def context_layout(self) -> TokenLayout:
+        """The layout of the innermost `use`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self._context or self._context[-1].layout is None:
+            raise ValueError(
+                "no token layout is active: run forward and backward inside `with sp.use(layout=..., mask=...)`"
+            )
+        return cast(TokenLayout, self._context[-1].layout)
+
+    def attention_in_context(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float | None = None) -> Tensor:
+        """`attention` with layout, mask and grid of the innermost `use`."""
+        layout, context = self.context_layout, self._context[-1]
+        return self.attention(q, k, v, mask=context.mask, layer=layer, layout=layout, scale=scale, grid=context.grid)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: BlockMask | MaskMethod | None = None,
+        layer: int = 0,
+        layout: TokenLayout | None = None,
+        scale: float | None = None,
+        grid: tuple[int, int, int] | None = None,
+    ) -> Tensor:
+        """Attention of the whole sequence, this rank's tokens in and out; collective, with gradients.
+
+        Args:
+            q: [B, s, H, D], tokens `layout.positions`.
+            k: [B, s, Hkv, D].
+            v: [B, s, Hkv, Dv].
+            mask: BlockMask over the global sequence in original token order, equal on all ranks; or a MaskMethod, which
+                sees block means of q and k; None attends everything.
+            layer: layer index, for plans and statistics.
+            layout: default the last one made by `layout()` for the mask's length.
+            scale: softmax scale, default D ** -0.5.
+            grid: (frames, rows, columns) of tokens, for mask methods.
+
+        Returns:
+            [B, s, H, Dv] in q's dtype.
+
+        Raises:
+            ValueError: on every rank alike: inputs do not fit, or ranks hold different masks, shapes or plans.
+        """
+        step = self._calls if self._step is None else self._step
+        self._calls += 1
+        if self._step is None:
+            self.records.start()
+        call: LayerCall | None = None
+        problem: str | None = None
+        try:
+            layout = self._find_layout(mask) if layout is None else layout
+            self._check(q, k, v, mask, layout)
+            engine = choose_engine(self.config.engine, q.device)
+            scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+            if mask is None:
+                size = layout.block_size
+                mask = BlockMask.dense(q.shape[2], layout.seqlen, block_size_q=size, block_size_k=size)
+            call = LayerCall(q, k, v, mask, layer, step, layout, scale, grid, engine)
+        except ValueError as error:
+            problem = str(error)
+        out, rows, plan = self._runner.run(call, problem, layer, step, self.records)
+        if call is not None and (isinstance(rows, BlockMask) or rows.numel() <= _KEPT_ROWS):
+            self._rows[layer] = (rows, call.layout, plan)
+        return out
+
+    def stats(self) -> dict[str, float | int | str]:
+        """Numbers of the current step: means over layers, sums of bytes and time of this rank."""
+        records = self.records
+        measured = records.measured_ms()
+        return {
+            "sp/strategy": self.config.strategy,
+            "sp/ulysses_degree": self.ulysses_degree,
+            "sp/ring_degree": self.ring_degree,
+            "sp/imbalance_before": records.mean("imbalance_before"),
+            "sp/imbalance_after": records.mean("imbalance_after"),
+            "sp/imbalance_gpu": records.mean("imbalance_gpu"),
+            "sp/plan_reuse": self.cache.reuse_fraction,
+            "sp/density": records.mean("density"),
+            "sp/bytes_sent": self._runner.traffic.bytes_sent,
+            "sp/attention_ms": measured,
+            "sp/measured_ms": measured,
+            "sp/predicted_ms": records.predicted_ms(),
+        }
+
+    def layer_stats(self) -> list[dict[str, Any]]:
+        """The current step's numbers per layer, ascending."""
+        return [self.records.layers[layer].as_dict() for layer in sorted(self.records.layers)]
+
+    def layer_mask(self, layer: int) -> tuple[np.ndarray, PartitionPlan]:
+        """The last mask of a layer (first sample, bool [H, Nq, Nk]) and its plan; collective.
+
+        Raises:
+            ValueError: the layer has not run yet, or its mask was too large to keep.
+        """
+        if layer not in self._rows:
+            raise ValueError(f"layer {layer} has no kept mask: run it first (masks over {_KEPT_ROWS} blocks are not kept)")
+        rows, layout, plan = self._rows[layer]
+        whole = rows.numpy() if isinstance(rows, BlockMask) else gather_block_rows(rows, layout, self.group).cpu().numpy()
+        return whole[0], plan
+
+    def destroy(self) -> None:
+        """Release the process groups made here; may be called again."""
+        self.groups.destroy()
+
+    def _find_layout(self, mask: BlockMask | MaskMethod | None) -> TokenLayout:
+        for layout in reversed(self._layouts.values()):
+            if not isinstance(mask, BlockMask) or layout.seqlen == mask.seqlen_q:
+                return layout
+        wanted = f"seqlen={mask.seqlen_q}" if isinstance(mask, BlockMask) else "this sequence"
+        raise ValueError(f"no token layout for {wanted}: call sp.layout(seqlen, block_size) first, or pass layout=")
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod | None, layout: TokenLayout
+    ) -> None:
+        check_qkv(q, k, v)
+        if not q.shape[1] == k.shape[1] == layout.num_local:
+            raise ValueError(
+                f"rank {self.rank} holds {layout.num_local} of {layout.seqlen} tokens, q has {q.shape[1]} and k "
+                f"{k.shape[1]}: shard q, k, v with layout.shard(x, dim=1)"
+            )
+        if mask is None or isinstance(mask, MaskMethod):
+            return
+        if not isinstance(mask, BlockMask):
+            raise ValueError(
+                f"mask must be a BlockMask, a MaskMethod or None, got {type(mask).__name__}: other masks (dense bias, "
+                "window, causal flag) are not supported and never ignored"
+            )
+        if mask.num_heads != q.shape[2] or mask.batch_size not in (1, q.shape[0]):
+            raise ValueError(
+                f"mask has {mask.num_heads} heads and batch size {mask.batch_size}, q has {q.shape[2]} heads and batch "
+                f"size {q.shape[0]}: give one pattern per query head, and batch size 1 or {q.shape[0]}"
+            )
+        if not mask.seqlen_q == mask.seqlen_k == layout.seqlen:
+            raise ValueError(
+                f"mask is for seqlen_q={mask.seqlen_q}, seqlen_k={mask.seqlen_k}, the layout for {layout.seqlen} tokens"
+            )
+        for side in ("q", "k"):
+            size = getattr(mask, f"block_size_{side}")
+            if self.ring_degree > 1 and layout.block_size % size:
+                raise ValueError(
+                    f"mask.block_size_{side}={size} must divide the layout's block_size={layout.block_size} when "
+                    f"ring_degree > 1 (it is {self.ring_degree}): make the layout with a multiple of {size}"
+                )
