@@ -113,7 +113,7 @@ class BlockMask:
 
     @property
     def digest(self) -> str:
-        """Hash of pattern, sizes and lengths; equal on ranks that hold equal masks. Cached until `blocks` is written."""
+        """Hash of pattern, sizes and lengths, equal on ranks with equal masks; cached until `blocks` is written."""
         array = self.numpy()
         if "digest" not in self._cache:
             state = hashlib.blake2b(digest_size=8)

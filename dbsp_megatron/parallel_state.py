@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dbsp_megatron.comm.collectives import moves_host_tensors
+
 if TYPE_CHECKING:
     from dbsp_megatron.strategy.sequence_parallel import SequenceParallel
 
@@ -106,7 +108,7 @@ class SequenceParallelGroups:
 
     def _control_group(self) -> dist.ProcessGroup | None:
         """A group that moves host integers: gloo, beside NCCL, so that agreeing never waits for the device."""
-        if self.group is None or self.size == 1 or "gloo" in str(dist.get_backend(self.group)):
+        if self.group is None or self.size == 1 or moves_host_tensors(self.group):
             return self.group
         return self._new_group(self.ranks, backend="gloo")
 
@@ -157,7 +159,9 @@ def groups_from_megatron(pg_collection: Any) -> SequenceParallelGroups:
     """
     group = getattr(pg_collection, "cp", None)
     if group is None:
-        raise ValueError("pg_collection.cp is missing: initialise megatron.core parallel_state with context_parallel_size")
+        raise ValueError(
+            "pg_collection.cp is missing: initialise megatron.core parallel_state with context_parallel_size"
+        )
     levels = list(getattr(pg_collection, "hcp", None) or [])
     ready = {}
     if len(levels) == 2 and min(level.size() for level in levels) > 1:

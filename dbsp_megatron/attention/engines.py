@@ -43,7 +43,9 @@ def choose_engine(name: str, device: torch.device) -> Engine:
     if name == "auto":
         if device.type not in _said:
             _said.add(device.type)
-            logger.info("attention engine on %s: torch (blockwise reference, the only engine in this version)", device.type)
+            logger.info(
+                "attention engine on %s: torch (blockwise reference, the only engine in this version)", device.type
+            )
         return _TORCH
     if name == "torch":
         return _TORCH

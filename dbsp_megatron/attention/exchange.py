@@ -26,13 +26,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where an exchange runs. `group` is None if this rank talks to nobody; `me` is this rank's place among the peers."""
+    """Where an exchange runs: `group` is None if this rank talks to nobody, `me` its place among the peers."""
 
     group: dist.ProcessGroup | None
     me: int
     traffic: Traffic
 
-    def swap(self, pieces: list[list[Tensor]], recv_shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
+    def swap(self, pieces: list[list[Tensor]], recv_shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
         """Send pieces[d] (several tensors each) to peer d; returns what each peer sent, shaped as recv_shapes[s]."""
         if self.group is None:
             return pieces
@@ -79,12 +79,13 @@ def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -
     ]
     received = exchange.swap(pieces, shapes)
     return [
-        torch.cat([piece[i] for piece in received], dim=1).index_select(1, side.order)
-        for i, side in enumerate(sides)
+        torch.cat([piece[i] for piece in received], dim=1).index_select(1, side.order) for i, side in enumerate(sides)
     ]
 
 
-def to_homes(xs: Sequence[Tensor], sides: Sequence[Side], local_shapes: Sequence[torch.Size], exchange: Exchange) -> list[Tensor]:
+def to_homes(
+    xs: Sequence[Tensor], sides: Sequence[Side], local_shapes: Sequence[torch.Size], exchange: Exchange
+) -> list[Tensor]:
     """Adjoint of `to_owners`: bring rows and heads back, summing what several owners hold of one head (GQA).
 
     Args:
@@ -120,13 +121,17 @@ class ToOwners(torch.autograd.Function):
     """q, k, v from homes to owners; the adjoint brings dq, dk, dv back and sums replicas."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_side: Side, kv_side: Side, exchange: Exchange) -> tuple[Tensor, ...]:  # noqa: D102
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_side: Side, kv_side: Side, exchange: Exchange
+    ) -> tuple[Tensor, ...]:
+        """Run it."""
         ctx.sides, ctx.exchange = (q_side, kv_side, kv_side), exchange
         ctx.shapes = (q.shape, k.shape, v.shape)
         return tuple(to_owners((q, k, v), ctx.sides, exchange))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the adjoint."""
         return (*to_homes(grads, ctx.sides, ctx.shapes, ctx.exchange), None, None, None)
 
 
@@ -134,11 +139,13 @@ class ToHomes(torch.autograd.Function):
     """The output from owners to homes; every (token, head) has one owner, so the adjoint is a plain exchange."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, side: Side, num_local: int, num_heads: int, exchange: Exchange) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, out: Tensor, side: Side, num_local: int, num_heads: int, exchange: Exchange) -> Tensor:
+        """Run it."""
         ctx.side, ctx.exchange = side, exchange
         shape = torch.Size((out.shape[0], num_local, num_heads, out.shape[3]))
         return to_homes((out,), (side,), (shape,), exchange)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the adjoint."""
         return (*to_owners((grad,), (ctx.side,), ctx.exchange), None, None, None, None)

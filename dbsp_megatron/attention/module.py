@@ -51,14 +51,16 @@ class DualBalancedAttention(MegatronModule):
             raise ValueError(f"attention_dropout={dropout} is not supported by DualBalancedAttention: set it to 0")
         if attention_type != "self":
             raise ValueError(
-                f"attention_type={attention_type!r}: DualBalancedAttention is for self attention; cross-attention needs "
-                "no exchange, use Megatron's own core attention"
+                f"attention_type={attention_type!r}: DualBalancedAttention is for self attention; cross-attention "
+                "needs no exchange, use Megatron's own core attention"
             )
         self.layer_index = layer_number - 1
         self.softmax_scale = softmax_scale
         self._sp = (sp,)  # a tuple keeps the object out of the module tree and of state dicts
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
         """Attention over all ranks.
 
         Args:

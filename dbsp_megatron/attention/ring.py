@@ -23,8 +23,8 @@ from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype
 class RingWork:
     """What one rank computes in one layer.
 
-    `step_blocks[s]` bool [B or 1, h, q-blocks here, k-blocks of the chunk at step s]; at step s ring rank r holds the chunk
-    of rank (r - s) mod R, with `chunk_tokens[(r - s) % R]` keys.
+    `step_blocks[s]` bool [B or 1, h, q-blocks here, k-blocks of the chunk at step s]; at step s ring rank r holds the
+    chunk of rank (r - s) mod R, with `chunk_tokens[(r - s) % R]` keys.
     """
 
     step_blocks: list[Tensor]
@@ -99,7 +99,7 @@ def _hop(flat: Tensor, recv_size: int, work: RingWork) -> RingHop:
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> tuple[Tensor, Tensor]:
-    """out [B, n, h, Dv] and lse [B, h, n] in the accumulation dtype, over all chunks of the ring."""
+    """Return out [B, n, h, Dv] and lse [B, h, n] in the accumulation dtype, over all chunks of the ring."""
     packed = _Packed(k, v)
     flat = packed.pack(k, v) if work.steps > 1 else k.new_empty(0)
     dtype = accumulate_dtype(q.dtype)
@@ -121,7 +121,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> tuple[Tenso
 def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, work: RingWork
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the accumulation dtype; dk, dv travel with their chunk and end at home."""
+    """Return dq, dk, dv in the accumulation dtype; dk, dv travel with their chunk and end at home."""
     packed = _Packed(k, v)
     flat = packed.pack(k, v) if work.steps > 1 else k.new_empty(0)
     dq: Tensor | None = None
@@ -132,7 +132,16 @@ def ring_backward(
         following = work.chunk_tokens[work.chunk(step + 1)]
         hop = None if step + 1 == work.steps else _hop(flat, packed.size(following), work)
         dq_part, dk, dv = work.engine.backward(
-            q, k, v, dout, lse, delta, work.step_blocks[step], work.block_size_q, work.block_size_k, work.scale,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            work.step_blocks[step],
+            work.block_size_q,
+            work.block_size_k,
+            work.scale,
             work.kv_index,
         )
         dq = dq_part if dq is None else dq + dq_part
@@ -156,7 +165,8 @@ class RingAttention(torch.autograd.Function):
     """Block-sparse attention of this rank's queries over every chunk of its ring."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
+        """Run it."""
         out, lse = ring_forward(q, k, v, work)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -165,7 +175,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the adjoint."""
         q, k, v, out, lse = ctx.saved_tensors
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
         dq, dk, dv = ring_backward(q, k, v, dout, lse, delta, ctx.work)

@@ -34,8 +34,9 @@ class Geometry:
 class Side:
     """Traffic of the q (and out) or of the k, v tensors between homes and owners, in group rank order.
 
-    `send_tokens[d]` are local token rows and `send_heads[d]` head numbers for destination d. `recv_counts[s]` is the number of
-    tokens from source s, all with `heads`. `order` sorts the received rows by global position; `inverse` undoes it.
+    `send_tokens[d]` are local token rows and `send_heads[d]` head numbers for destination d. `recv_counts[s]` is the
+    number of tokens from source s, all with `heads`. `order` sorts the received rows by global position; `inverse`
+    undoes it.
     """
 
     send_tokens: list[torch.Tensor]
@@ -62,7 +63,9 @@ class Side:
         )
 
 
-def _token_owners(plan_owner: np.ndarray, block_size: int, geometry: Geometry, ulysses_degree: int, ring_degree: int) -> np.ndarray:
+def _token_owners(
+    plan_owner: np.ndarray, block_size: int, geometry: Geometry, ulysses_degree: int, ring_degree: int
+) -> np.ndarray:
     """Ring rank of each token; with R = 1 blocks need not end where shards end."""
     if ring_degree == 1:
         return np.zeros(geometry.seqlen, dtype=np.int64)

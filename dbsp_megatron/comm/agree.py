@@ -35,7 +35,7 @@ def agree(where: str, problem: str | None, beliefs: dict[str, int], group: dist.
         where: what is about to happen, for the message ("attention layer 3, step 10").
         problem: this rank's own error, or None.
         beliefs: name -> integer (or `digest_int`) that must be equal on all ranks.
-        group: ranks that must agree; a group whose backend moves CPU tensors. None for a single rank.
+        group: ranks that must agree, best one whose backend moves CPU tensors. None for a single rank.
 
     Raises:
         ValueError: on every rank alike: a rank has a problem, or beliefs differ.

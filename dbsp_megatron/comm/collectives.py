@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def all_to_all_flat(send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all_flat(
+    send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
     """Exchange pieces of a flat buffer: piece i of `send` goes to group rank i.
 
     Args:
@@ -52,11 +54,22 @@ def gather_rows(x: Tensor, rows_per_rank: Sequence[int], dim: int, group: dist.P
     return whole.movedim(0, dim)
 
 
+def moves_host_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a backend for CPU tensors (gloo, or gloo beside NCCL)."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
 def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' equal-sized vectors as rows: [n] -> [P, n]."""
+    """All ranks' equal-sized vectors as rows, [n] -> [P, n] on x's device.
+
+    A host vector travels through the current CUDA device if the group moves nothing else, which waits for the device.
+    """
+    home = x.device
+    if home.type == "cpu" and not moves_host_tensors(group):
+        x = x.to(torch.device("cuda", torch.cuda.current_device()))
     gathered = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(gathered, x.contiguous(), group=group)
-    return torch.stack(gathered)
+    return torch.stack(gathered).to(home)
 
 
 class RingHop:

@@ -51,12 +51,14 @@ class ShardRows(torch.autograd.Function):
     """Whole -> local rows; the adjoint gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: RowMap) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor, dim: int, rows: RowMap) -> Tensor:
+        """Run it."""
         ctx.dim, ctx.rows = dim, rows
         return rows.take(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Run the adjoint."""
         return GatherRows.apply(grad, ctx.dim, ctx.rows), None, None
 
 
@@ -64,10 +66,12 @@ class GatherRows(torch.autograd.Function):
     """Local rows -> whole, on every rank; the adjoint takes this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rows: RowMap) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor, dim: int, rows: RowMap) -> Tensor:
+        """Run it."""
         ctx.dim, ctx.rows = dim, rows
         return rows.put_together(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Run the adjoint."""
         return ShardRows.apply(grad, ctx.dim, ctx.rows), None, None

@@ -42,7 +42,15 @@ class MaskMethod(ABC):
 
 
 def pool_blocks(x: Tensor, block_size: int) -> Tensor:
-    """Mean of each block of tokens: [B, s, H, D] -> fp32 (fp64 for fp64) [B, ceil(s / block_size), H, D]; the last may be short."""
+    """Mean of each block of tokens, the last of which may be short.
+
+    Args:
+        x: [B, s, H, D].
+        block_size: tokens per block.
+
+    Returns:
+        [B, ceil(s / block_size), H, D] in fp32 (fp64 for fp64 inputs), without gradient.
+    """
     x = x.detach()
     x = x if x.element_size() == 8 else x.float()
     full = x.shape[1] // block_size

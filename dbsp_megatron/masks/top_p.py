@@ -31,7 +31,7 @@ class TopPMask(MaskMethod):
     def predict(
         self, q_summary: Tensor, k_summary: Tensor, layer: int, step: int, grid: tuple[int, int, int] | None
     ) -> Tensor:
-        """Blocks in descending pooled weight until `top_p` is reached; equal weights go by index. See the base class."""
+        """Blocks in descending pooled weight until `top_p` is reached; equal weights go by index."""
         heads, dim = q_summary.shape[2:]
         keys = k_summary.repeat_interleave(heads // k_summary.shape[2], dim=2)
         weights = torch.einsum("bqhd,bkhd->bhqk", q_summary, keys).mul(dim**-0.5).softmax(-1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dbsp_megatron.block_mask import BlockMask
@@ -81,12 +82,12 @@ def gather_counts(
 
     row_blocks = np.zeros((heads, num), dtype=np.int64)
     for rank in range(size):
-        blocks = np.flatnonzero(layout.homes == rank)
-        row_blocks[:, blocks] = all_rows[rank].view(longest, heads)[: len(blocks)].T.numpy()
+        held = np.flatnonzero(layout.homes == rank)
+        row_blocks[:, held] = all_rows[rank].view(longest, heads)[: len(held)].T.numpy()
     tile_blocks = tiles.reshape(size, heads, size).transpose(0, 1).numpy()
     plain_blocks = all_plain.sum(0).view(size, heads, size).transpose(0, 1).numpy()
-    blocks = None
-    columns = None
+    blocks: NDArray[np.bool_] | None = None
+    columns: NDArray[np.int64] | None = None
     if whole_mask:
         blocks = gather_block_rows(rows.cpu(), layout, group).numpy()
         columns = blocks.sum(axis=(0, 1, 2), dtype=np.int64)

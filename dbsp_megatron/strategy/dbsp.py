@@ -11,8 +11,8 @@ class DualBalanced(SequenceParallelStrategy):
     """Striped token layout made once, heads placed per layer by their dense blocks.
 
     Source:
-        db-SP (arXiv:2511.23113). Differs: blocks are balanced by the layout instead of a per-layer exchange (the published
-        rule is `block_policy="paper"`), head counts may differ between ranks, and plans come from integer counts.
+        db-SP (arXiv:2511.23113). Differs: blocks are balanced by the layout instead of a per-layer exchange (the
+        published rule is `block_policy="paper"`), head counts may differ between ranks, plans come from integer counts.
     """
 
     name = "dbsp"

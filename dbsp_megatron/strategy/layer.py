@@ -58,7 +58,9 @@ class LayerCall:
     def shape_digest(self) -> int:
         """Equal on ranks whose tensors fit together."""
         q, v = self.q, self.v
-        return digest_int(q.shape[0], *q.shape[2:], *v.shape[2:], str(q.dtype), self.scale, self.layout.key, self.engine.name)
+        return digest_int(
+            q.shape[0], *q.shape[2:], *v.shape[2:], str(q.dtype), self.scale, self.layout.key, self.engine.name
+        )
 
     @property
     def mask_digest(self) -> int:
@@ -168,8 +170,19 @@ class LayerRunner:
                 k_summary = gathered.index_select(1, torch.from_numpy(place).to(gathered.device))
             return method.predict(q_summary, k_summary, call.layer, call.step, call.grid)
 
-    def _work_index(self, plan: PartitionPlan, geometry: Geometry, kind: str, device: torch.device, layout_key: object) -> WorkIndex:
-        key = (plan.digest, kind, geometry.num_heads, geometry.num_kv_heads, geometry.block_size_q, geometry.block_size_k, layout_key, device)
+    def _work_index(
+        self, plan: PartitionPlan, geometry: Geometry, kind: str, device: torch.device, layout_key: object
+    ) -> WorkIndex:
+        key = (
+            plan.digest,
+            kind,
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            geometry.block_size_q,
+            geometry.block_size_k,
+            layout_key,
+            device,
+        )
         if key not in self._work:
             _remember(self._work, key, WorkIndex(plan, geometry).on(device))
         self._work.move_to_end(key)

@@ -47,9 +47,7 @@ class TokenLayout:
         self.num_blocks = num_blocks(seqlen, block_size)
         self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
         token_homes = self.token_homes()
-        positions = [
-            torch.from_numpy(np.flatnonzero(token_homes == p)) for p in range(ulysses_degree * ring_degree)
-        ]
+        positions = [torch.from_numpy(np.flatnonzero(token_homes == p)) for p in range(ulysses_degree * ring_degree)]
         self._rows = RowMap(positions, rank, group)
         self.positions: Tensor = positions[rank]
 
@@ -59,7 +57,7 @@ class TokenLayout:
 
     def homes_for(self, block_size: int) -> np.ndarray:
         """Sp rank of the first token of each block of another block size, int64 [ceil(S / block_size)]."""
-        return self.token_homes()[:: block_size]
+        return self.token_homes()[::block_size]
 
     @property
     def key(self) -> tuple[int, int, str, int]:

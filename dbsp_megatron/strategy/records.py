@@ -41,7 +41,7 @@ class Stopwatch:
 
 @dataclass
 class LayerRecord:
-    """One layer in one step; several calls (micro-batches, recompute) add up in time and bytes, the last one gives the rest."""
+    """One layer in one step: calls (micro-batches, recompute) add up in time and bytes, the last gives the rest."""
 
     layer: int
     imbalance_before: float = 1.0

@@ -9,10 +9,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,7 +76,9 @@ class SequenceParallel:
         except (ValueError, NotImplementedError) as error:
             problem = error
         try:
-            agree("", None if problem is None else str(problem), {"sequence-parallel configuration": config.digest}, group)
+            agree(
+                "", None if problem is None else str(problem), {"sequence-parallel configuration": config.digest}, group
+            )
         except ValueError:
             if isinstance(problem, NotImplementedError):
                 raise problem from None
@@ -157,9 +158,11 @@ class SequenceParallel:
             raise ValueError(
                 "no token layout is active: run forward and backward inside `with sp.use(layout=..., mask=...)`"
             )
-        return cast(TokenLayout, self._context[-1].layout)
+        return self._context[-1].layout
 
-    def attention_in_context(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float | None = None) -> Tensor:
+    def attention_in_context(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float | None = None
+    ) -> Tensor:
         """`attention` with layout, mask and grid of the innermost `use`."""
         layout, context = self.context_layout, self._context[-1]
         return self.attention(q, k, v, mask=context.mask, layer=layer, layout=layout, scale=scale, grid=context.grid)
@@ -247,9 +250,13 @@ class SequenceParallel:
             ValueError: the layer has not run yet, or its mask was too large to keep.
         """
         if layer not in self._rows:
-            raise ValueError(f"layer {layer} has no kept mask: run it first (masks over {_KEPT_ROWS} blocks are not kept)")
+            raise ValueError(
+                f"layer {layer} has no kept mask: run it first (masks over {_KEPT_ROWS} blocks are not kept)"
+            )
         rows, layout, plan = self._rows[layer]
-        whole = rows.numpy() if isinstance(rows, BlockMask) else gather_block_rows(rows, layout, self.group).cpu().numpy()
+        whole = (
+            rows.numpy() if isinstance(rows, BlockMask) else gather_block_rows(rows, layout, self.group).cpu().numpy()
+        )
         return whole[0], plan
 
     def destroy(self) -> None:
@@ -263,9 +270,7 @@ class SequenceParallel:
         wanted = f"seqlen={mask.seqlen_q}" if isinstance(mask, BlockMask) else "this sequence"
         raise ValueError(f"no token layout for {wanted}: call sp.layout(seqlen, block_size) first, or pass layout=")
 
-    def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod | None, layout: TokenLayout
-    ) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod | None, layout: TokenLayout) -> None:
         check_qkv(q, k, v)
         if not q.shape[1] == k.shape[1] == layout.num_local:
             raise ValueError(
