@@ -1,0 +1,146 @@
+"""A fixed, ordered list of clips cut from video files, decoded when asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dbsp_megatron.data.config import DataConfig
+from dbsp_megatron.data.sources import VideoFile, expand_entry
+from dbsp_megatron.data.video import VideoError, VideoInfo, probe_video, read_frames
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """One training sample."""
+
+    video: Tensor
+    """float32 [3, T, H, W] on CPU, RGB in [-1, 1]."""
+    name: str
+    """File name and first frame, e.g. `bikes.mp4@16`."""
+    index: int
+    """Position in the dataset."""
+
+
+class VideoDataset:
+    """Clips of all files in `config.paths`, by index.
+
+    Files come in the order of the entries, sorted inside each entry; a file named twice counts once. The list is made
+    at the start and depends on the files and the config only, so all ranks see the same one (`digest` compares them).
+    Not safe for several threads; use one dataset per worker.
+
+    Attributes:
+        config: the settings.
+        skipped: (path, reason) of everything left out; filled only with `config.skip_bad_data`.
+
+    Raises:
+        VideoError: a file cannot be used and `skip_bad_data` is off, or nothing is left.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.skipped: list[tuple[str, str]] = []
+        self._clips: list[tuple[VideoFile, VideoInfo, int]] = []
+        self._cache: OrderedDict[int, Tensor] = OrderedDict()
+        self._cached_bytes = 0
+        for file in self._find_files():
+            try:
+                info = self._probe(file)
+            except VideoError as error:
+                self._skip(error)
+                continue
+            starts = range(0, info.num_frames - config.clip_span + 1, config.clip_step)[: config.max_clips_per_file]
+            self._clips += [(file, info, start) for start in starts]
+        if not self._clips:
+            path, reason = self.skipped[0]
+            raise VideoError(
+                "data.paths",
+                f"no clip is left, all was skipped ({len(self.skipped)} times); the first: {path}: {reason}",
+            )
+        if self.skipped:
+            path, reason = self.skipped[0]
+            logger.warning("skipped %d bad entries of data.paths; the first: %s: %s", len(self.skipped), path, reason)
+
+    def _find_files(self) -> list[VideoFile]:
+        found: dict[str, VideoFile] = {}
+        for entry in self.config.paths:
+            try:
+                files = expand_entry(entry)
+            except VideoError as error:
+                self._skip(error)
+                continue
+            for file in files:
+                found.setdefault(os.path.realpath(file.path), file)
+        return list(found.values())
+
+    def _probe(self, file: VideoFile) -> VideoInfo:
+        config = self.config
+        max_frames = None
+        if config.max_clips_per_file is not None:
+            max_frames = config.clip_span + (config.max_clips_per_file - 1) * config.clip_step
+        info = probe_video(file.path, probe=config.probe, max_frames=max_frames)
+        if info.num_frames < config.clip_span:
+            raise VideoError(
+                file.path,
+                f"is too short: it has {info.num_frames} frames, a clip needs {config.clip_span} "
+                f"(data.num_frames={config.num_frames}, data.frame_stride={config.frame_stride})",
+            )
+        return info
+
+    def _skip(self, error: VideoError) -> None:
+        if not self.config.skip_bad_data:
+            raise VideoError(
+                error.path, f"{error.reason}; fix or remove it, or set data.skip_bad_data=true to leave out bad data"
+            ) from error
+        self.skipped.append((error.path, error.reason))
+
+    @property
+    def digest(self) -> str:
+        """Hex string over names, clip starts and clip sizes: equal on two ranks only if they have the same clips."""
+        config = self.config
+        parts = [f"{config.num_frames} {config.frame_stride} {config.height} {config.width}"]
+        parts += [f"{info.num_frames} {start} {file.name}" for file, info, start in self._clips]
+        return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: int) -> Clip:
+        """Decode a clip, or take it from the cache.
+
+        Args:
+            index: position in [0, len(self)).
+
+        Raises:
+            IndexError: the index is out of range.
+            VideoError: the file changed or, with `probe=packets`, is damaged.
+        """
+        if not 0 <= index < len(self._clips):
+            raise IndexError(f"clip index must be in [0, {len(self._clips)}), got {index}")
+        file, info, start = self._clips[index]
+        video = self._cache.get(index)
+        if video is None:
+            config = self.config
+            frames = range(start, start + config.clip_span, config.frame_stride)
+            video = read_frames(info, frames, height=config.height, width=config.width)
+            self._remember(index, video)
+        else:
+            self._cache.move_to_end(index)
+        # A copy, so that a caller who augments in place does not change the cache.
+        return Clip(video=video.clone(), name=f"{file.name}@{start}", index=index)
+
+    def _remember(self, index: int, video: Tensor) -> None:
+        if video.nbytes > self.config.cache_bytes:
+            return
+        self._cache[index] = video
+        self._cached_bytes += video.nbytes
+        while self._cached_bytes > self.config.cache_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= oldest.nbytes
