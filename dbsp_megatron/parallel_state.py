@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dbsp_megatron.comm.collectives import moves_host_tensors
-
 if TYPE_CHECKING:
     from dbsp_megatron.strategy.sequence_parallel import SequenceParallel
 
@@ -44,6 +42,11 @@ class SequenceParallelMesh:
     def size(self) -> int:
         """Number of ranks, U * R."""
         return self.ulysses_degree * self.ring_degree
+
+
+def moves_host_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a backend for CPU tensors (gloo, or gloo beside NCCL)."""
+    return "cpu:" in dist.get_backend_config(group)
 
 
 def factorisations(size: int) -> list[tuple[int, int]]:

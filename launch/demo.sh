@@ -16,7 +16,8 @@ echo "==> training on 4 processes"
 torchrun --standalone --nproc_per_node 4 -m dbsp_megatron.train --config launch/demo.yaml
 
 echo "==> sampling on 4 processes"
-torchrun --standalone --nproc_per_node 4 -m dbsp_megatron.infer --config launch/demo_infer.yaml
+torchrun --standalone --nproc_per_node 4 -m dbsp_megatron.infer --checkpoint runs/demo \
+  --sp.ulysses_degree 2 --sp.ring_degree 2 --sample.steps 20
 
 echo "==> results:"
 find runs/demo -maxdepth 2 | sort

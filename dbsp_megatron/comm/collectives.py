@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsp_megatron.parallel_state import moves_host_tensors
+
 
 def all_to_all_flat(
     send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup
@@ -52,11 +54,6 @@ def gather_rows(x: Tensor, rows_per_rank: Sequence[int], dim: int, group: dist.P
     dist.all_gather(gathered, padded, group=group)
     whole = torch.cat([part[:count] for part, count in zip(gathered, rows_per_rank, strict=True)])
     return whole.movedim(0, dim)
-
-
-def moves_host_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether the group has a backend for CPU tensors (gloo, or gloo beside NCCL)."""
-    return "cpu:" in dist.get_backend_config(group)
 
 
 def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:

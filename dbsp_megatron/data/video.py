@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dbsp_megatron.compat import open_video
+
 try:
     import av
     import av.error
@@ -68,7 +70,7 @@ def _open_video(path: str) -> Iterator[tuple[InputContainer, VideoStream]]:
         if os.path.getsize(path) == 0:
             raise VideoError(path, "is empty (0 bytes)")
         # An absolute path cannot be taken for a protocol such as `http:`; broken metadata must not stop a good video.
-        container = av.open(os.path.abspath(path), metadata_errors="ignore")
+        container = open_video(os.path.abspath(path))
     except (av.error.FFmpegError, OSError) as error:
         raise VideoError(path, f"cannot be opened as a video ({error.strerror})") from error
     with container:

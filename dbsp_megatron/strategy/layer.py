@@ -159,7 +159,7 @@ class LayerRunner:
     def _predict(self, call: LayerCall, method: MaskMethod) -> Tensor:
         """Mask rows bool [B, H, nb, N] of this rank's q-blocks."""
         layout = call.layout
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             q_summary = pool_blocks(call.q, layout.block_size)
             k_summary = pool_blocks(call.k, layout.block_size)
             if self.mesh.group is not None:

@@ -21,6 +21,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Context in which autocast does not round the products of this engine to 16 bits."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 @dataclass(frozen=True)
 class _Tile:
     """G q-blocks against at most C of their k-blocks each."""
@@ -156,7 +161,11 @@ def forward(
 
     Memory: K, V and Q once more in the accumulation dtype, plus tiles of `_MAX_SCORES` elements.
     """
-    data = _Blocks(q, k, v, blocks, block_size_q, block_size_k, kv_index)
+    with _full_precision(q):
+        return _forward(_Blocks(q, k, v, blocks, block_size_q, block_size_k, kv_index), scale)
+
+
+def _forward(data: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
     shape = (data.batch, data.num_heads, data.num_q, data.bq)
     out = data.q.new_zeros((*shape, data.dim_v))
     total = data.q.new_zeros(shape)
@@ -211,7 +220,12 @@ def backward(
     Returns:
         dq, dk, dv shaped as q, k, v, in the accumulation dtype.
     """
-    data = _Blocks(q, k, v, blocks, block_size_q, block_size_k, kv_index)
+    with _full_precision(q):
+        data = _Blocks(q, k, v, blocks, block_size_q, block_size_k, kv_index)
+        return _backward(data, dout, lse, delta, scale)
+
+
+def _backward(data: _Blocks, dout: Tensor, lse: Tensor, delta: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     dout = data.split_rows(dout)
     lse = data.split_stats(lse, float("-inf"))
     empty = torch.isneginf(lse)

@@ -1,0 +1,115 @@
+"""Differences between versions of torch, megatron-core and NVIDIA apex, looked at in this module only."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib import metadata
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def version_tuple(distribution: str) -> tuple[int, ...] | None:
+    """Numeric release of an installed distribution.
+
+    Args:
+        distribution: Name on the package index, such as `"megatron-core"`.
+
+    Returns:
+        The leading integers of its version, `(0, 16, 1)`, or None if it is not installed.
+    """
+    try:
+        text = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+    release: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        release.append(int(digits))
+        if digits != part:  # a pre-release such as `0rc2` ends the release part
+            break
+    return tuple(release)
+
+
+def nvidia_apex() -> tuple[ModuleType | None, str]:
+    """NVIDIA's apex with its fused optimizer kernels, if that is what is installed.
+
+    A package index also serves an unrelated project under the same name, so the name alone proves nothing: the
+    compiled kernels (`amp_C`), `apex.optimizers.FusedAdam` and `apex.multi_tensor_apply` must all be there.
+
+    Returns:
+        The module and `""`, or None and the reason in words.
+    """
+    if importlib.util.find_spec("apex") is None:
+        return None, "apex is not installed"
+    try:
+        apex = importlib.import_module("apex")
+        optimizers = importlib.import_module("apex.optimizers")
+        multi_tensor = importlib.import_module("apex.multi_tensor_apply")
+    except Exception as error:  # another project named apex may fail on import in any way
+        return None, f"the installed package named apex is not NVIDIA's apex ({type(error).__name__}: {error})"
+    missing = [
+        name
+        for name, found in (
+            ("apex.optimizers.FusedAdam", hasattr(optimizers, "FusedAdam")),
+            ("apex.multi_tensor_apply.multi_tensor_applier", hasattr(multi_tensor, "multi_tensor_applier")),
+        )
+        if not found
+    ]
+    if missing:
+        return None, f"the installed package named apex is not NVIDIA's apex: it has no {' or '.join(missing)}"
+    if importlib.util.find_spec("amp_C") is None:
+        return None, "apex was built without its CUDA extension amp_C (build it with --cpp_ext --cuda_ext)"
+    return apex, ""
+
+
+def process_groups(pg_collection: ProcessGroupCollection | None = None) -> ProcessGroupCollection:
+    """The process groups that megatron modules are to be built with.
+
+    Without Megatron's `parallel_state`, and without `torch.distributed` at all, the groups are None, which megatron's
+    `get_pg_size` and `get_pg_rank` read as one rank. Nothing is initialised here.
+
+    Args:
+        pg_collection: Groups of the caller; returned as they are.
+
+    Returns:
+        A collection whose `tp`, `cp` and `pp` can be read.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if pg_collection is not None:
+        return pg_collection
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and parallel_state.is_initialized():
+        return ProcessGroupCollection.use_mpu_process_groups()
+    return ProcessGroupCollection(tp=None, cp=None, pp=None)
+
+
+def group_size(group: torch.distributed.ProcessGroup | None) -> int:
+    """Number of ranks of a group; 1 if it is None or `torch.distributed` is not initialised."""
+    if group is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return group.size()
+
+
+def group_rank(group: torch.distributed.ProcessGroup | None) -> int:
+    """This process' rank in a group; 0 if it is None or `torch.distributed` is not initialised."""
+    if group is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    return group.rank()
+
+
+def open_video(path: str) -> InputContainer:
+    """PyAV's `open` for reading, with undecodable metadata ignored (always so, and no option for it, from PyAV 19 on)."""
+    import av
+
+    options = {"metadata_errors": "ignore"} if (version_tuple("av") or (19,)) < (19,) else {}
+    return av.open(path, mode="r", **options)
