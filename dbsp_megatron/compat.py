@@ -108,8 +108,9 @@ def group_rank(group: torch.distributed.ProcessGroup | None) -> int:
 
 
 def open_video(path: str) -> InputContainer:
-    """PyAV's `open` for reading, with undecodable metadata ignored (always so, and no option for it, from PyAV 19 on)."""
+    """PyAV's `open` for reading, with undecodable metadata ignored (from PyAV 19 on always, without an option)."""
     import av
 
-    options = {"metadata_errors": "ignore"} if (version_tuple("av") or (19,)) < (19,) else {}
-    return av.open(path, mode="r", **options)
+    if (version_tuple("av") or (19,)) < (19,):
+        return av.open(path, mode="r", metadata_errors="ignore")
+    return av.open(path, mode="r")

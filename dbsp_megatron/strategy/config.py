@@ -44,8 +44,8 @@ class SequenceParallelConfig:
     plan_counts: str = "previous"
     """Counts that plan a dynamic mask: previous (of the step before, no wait) or current."""
 
-    replan_gain: float = 0.005
-    """A plan is kept until a fresh one lowers the imbalance by more than this."""
+    replan_gain: float = 0.01
+    """A plan (or contiguous heads) is kept until a fresh one lowers the imbalance by more than this."""
 
     def __post_init__(self) -> None:
         for key in ("ulysses_degree", "ring_degree"):

@@ -32,12 +32,23 @@ class DualBalanced(SequenceParallelStrategy):
         return self.config.block_policy == "paper" and self.ring_degree > 1
 
     def plan(self, workload: Workload) -> PartitionPlan:
-        """Heads by `head_policy`; blocks stay at home unless `block_policy` is paper."""
+        """Heads by `head_policy`; blocks stay at home unless `block_policy` is paper.
+
+        With `head_policy="auto"` heads leave their contiguous places only for a gain above `replan_gain`: a smaller one is
+        lost again as soon as the counts drift.
+        """
+        planned = self._plan(workload, self.config.head_policy)
+        if self.config.head_policy != "auto" or planned.head_policy == "contiguous":
+            return planned
+        contiguous = self._plan(workload, "contiguous")
+        return planned if contiguous.imbalance - planned.imbalance > self.config.replan_gain else contiguous
+
+    def _plan(self, workload: Workload, head_policy: str) -> PartitionPlan:
         return plan_workload(
             workload,
             ulysses_degree=self.ulysses_degree,
             ring_degree=self.ring_degree,
-            head_policy=self.config.head_policy,
+            head_policy=head_policy,
             block_policy="paper" if self.needs_mask_on_host else "home",
             reward=self.config.reward,
         )
