@@ -1,0 +1,158 @@
+"""Command line: one YAML file, dotted flags and a few short names become one frozen configuration."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+import jsonargparse
+
+from dbsp_megatron.config.schema import InferConfig, TrainConfig
+
+ConfigT = TypeVar("ConfigT", TrainConfig, InferConfig)
+
+_SP_ALIASES = {
+    "--sp-strategy": "--sp.strategy",
+    "--ulysses-degree": "--sp.ulysses_degree",
+    "--ring-degree": "--sp.ring_degree",
+}
+TRAIN_ALIASES = {
+    **_SP_ALIASES,
+    "--data": "--data.paths",
+    "--steps": "--train.steps",
+    "--name": "--run.name",
+    "--engine": "--train.engine",
+    "--wandb": "--wandb.mode",
+    "--skip-bad-data": "--data.skip_bad_data",
+}
+INFER_ALIASES = {**_SP_ALIASES, "--steps": "--sample.steps", "--seed": "--sample.seed"}
+_LISTS = ("--data.paths",)
+_SWITCHES = ("--data.skip_bad_data",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[ConfigT]):
+    """A parsed command line."""
+
+    config: ConfigT
+    dry_run: bool
+    world_size: int | None
+    """Processes to assume in a dry run; None takes the launcher's."""
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """Raises ValueError instead of printing the usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise ValueError(message) from ex
+
+
+def parse_train(argv: Sequence[str]) -> Command[TrainConfig]:
+    """Parse the arguments of `dbsp-train`.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value that breaks a rule.
+    """
+    description = "Train a video Diffusion Transformer with balanced sparse attention."
+    return _parse("dbsp-train", description, TrainConfig, TRAIN_ALIASES, argv)
+
+
+def parse_infer(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Command[InferConfig]:
+    """Parse the arguments of `dbsp-infer`.
+
+    Args:
+        argv: words after the command.
+        defaults: values by dotted key that take the place of those in the schema: settings of the trained run.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value that breaks a rule.
+    """
+    return _parse("dbsp-infer", "Sample videos from a trained run.", InferConfig, INFER_ALIASES, argv, defaults)
+
+
+def expand_aliases(argv: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    """Replace short names by dotted keys, hyphens in keys by underscores, and several values of a list key by one.
+
+    `--data a b` becomes `--data.paths=["a", "b"]`, `--skip-bad-data` becomes `--data.skip_bad_data=true`.
+    """
+    expanded: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            expanded.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        key = aliases.get(name, "--" + name[2:].replace("-", "_"))
+        if key in _LISTS and name in aliases:
+            values = [value] if equals else []
+            while words and not words[0].startswith("--"):
+                values.append(words.pop(0))
+            if not values:
+                raise ValueError(f"{name} needs at least one path")
+            expanded.append(f"{key}={_yaml_list(values)}")
+        elif key in _SWITCHES and not equals and not (words and words[0].lower() in ("true", "false")):
+            expanded.append(f"{key}=true")
+        else:
+            expanded.append(key + equals + value)
+    return expanded
+
+
+def _parse(
+    program: str,
+    description: str,
+    kind: type[ConfigT],
+    aliases: Mapping[str, str],
+    argv: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+) -> Command[ConfigT]:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _Parser(
+        prog=program,
+        usage=f"{program} [--config YAML] [--dry-run] [--KEY VALUE ...]",
+        description=description,
+        epilog=_epilog(aliases),
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; flags win over it.")
+    parser.add_class_arguments(kind, as_group=False)
+    if defaults:
+        parser.set_defaults(dict(defaults))
+    # Not keys of the configuration: they are taken out first, so that --print-config shows a file that can be used.
+    dry_run, world_size, rest = _take_dry_run(argv)
+    try:
+        values = parser.instantiate_classes(parser.parse_args(expand_aliases(rest, aliases))).as_dict()
+    except NotImplementedError as error:
+        # A setting that a later version will know is, today, a wrong setting.
+        raise ValueError(str(error)) from error
+    values.pop("config")
+    return Command(config=kind(**values), dry_run=dry_run, world_size=world_size)
+
+
+def _take_dry_run(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--dry-run", action="store_true")
+    first.add_argument("--world-size", type=int)
+    try:
+        found, rest = first.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    if found.world_size is not None and found.world_size < 1:
+        raise ValueError(f"--world-size must be >= 1, got {found.world_size}")
+    return found.dry_run, found.world_size, rest
+
+
+def _epilog(aliases: Mapping[str, str]) -> str:
+    short = ", ".join(f"{name} = {key}" for name, key in aliases.items())
+    return (
+        f"Short names: {short}. --dry-run checks everything, prints what would run on --world-size N processes "
+        "(default: the launcher's) and stops."
+    )
+
+
+def _yaml_list(values: Sequence[str]) -> str:
+    quoted = ['"' + re.sub(r'(["\\])', r"\\\1", value) + '"' for value in values]
+    return "[" + ", ".join(quoted) + "]"

@@ -1,0 +1,129 @@
+"""Works out from a configuration and a number of processes what will run where, without touching anything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.parallel_state import factorisations
+from dbsp_megatron.strategy import SequenceParallelConfig, get_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedMesh:
+    """How a world of processes is divided."""
+
+    world_size: int
+    ulysses_degree: int
+    ring_degree: int
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ulysses_degree * self.ring_degree
+
+    @property
+    def dp_size(self) -> int:
+        """Groups that work on different samples."""
+        return self.world_size // self.sp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """The plan of a run, for people."""
+
+    mesh: ResolvedMesh
+    strategy: str
+    model: str
+    num_parameters: int
+    num_heads: int
+    num_layers: int
+    grid: tuple[int, int, int]
+    text_tokens: int
+    block_size: int
+    batch: str
+    """What one step, or one pass, works on."""
+    steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one sequence."""
+        return self.text_tokens + math.prod(self.grid)
+
+    def describe(self) -> str:
+        """One `key: value` line per fact."""
+        mesh, num_blocks = self.mesh, -(-self.num_tokens // self.block_size)
+        frames, rows, columns = self.grid
+        text = f"{self.text_tokens} text + " if self.text_tokens else ""
+        facts = {
+            "processes": f"{mesh.world_size} = {mesh.dp_size} data parallel x {mesh.sp_size} sequence parallel",
+            "mesh": f"{self.strategy}, ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}",
+            "model": f"{self.model}, {self.num_parameters:,} parameters, {self.num_layers} layers",
+            "tokens": f"{self.num_tokens} ({text}{frames} x {rows} x {columns} patches)",
+            "blocks per rank": f"{_spread(num_blocks, mesh.sp_size)} of {num_blocks} (block size {self.block_size})",
+            "heads per rank": f"{_spread(self.num_heads, mesh.ulysses_degree)} of {self.num_heads}",
+            "batch": self.batch,
+            "steps": str(self.steps),
+        }
+        width = max(map(len, facts))
+        return "\n".join(f"{key + ':':<{width + 1}} {value}" for key, value in facts.items())
+
+
+def resolve_mesh(sp: SequenceParallelConfig, world_size: int, num_heads: int) -> ResolvedMesh:
+    """Fill in `auto` degrees.
+
+    Degrees that are both given leave the rest of the world to data parallelism; with an `auto` among them, one sequence
+    takes the whole world. An `auto` Ulysses degree is the strategy's choice, but never more than there are heads.
+
+    Raises:
+        ValueError: the degrees do not divide the world, or contradict the strategy.
+    """
+    size = _sp_size(sp, world_size)
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"sp.ulysses_degree * sp.ring_degree = {size} must divide the number of processes {world_size}; "
+            f"start a multiple of {size} processes or lower a degree"
+        )
+    strategy = get_strategy(sp.strategy)(sp, size)
+    ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
+    if sp.ulysses_degree == "auto" and sp.ring_degree == "auto" and sp.strategy not in ("ulysses", "ring"):
+        limit = min(ulysses, max(1, num_heads))
+        ulysses = next(u for u, _ in factorisations(size) if u <= limit)
+        ring = size // ulysses
+    return ResolvedMesh(world_size=world_size, ulysses_degree=ulysses, ring_degree=ring)
+
+
+def _sp_size(sp: SequenceParallelConfig, world_size: int) -> int:
+    """Ranks of one sequence: the product of the degrees, where an axis that the strategy lacks counts as 1."""
+    degrees = {"ulysses": sp.ulysses_degree, "ring": sp.ring_degree}
+    if sp.strategy == "none":
+        degrees = {axis: 1 if degree == "auto" else degree for axis, degree in degrees.items()}
+    elif sp.strategy in degrees:
+        degrees = {axis: 1 if degree == "auto" and axis != sp.strategy else degree for axis, degree in degrees.items()}
+    size = 1
+    for degree in degrees.values():
+        if degree == "auto":
+            return world_size
+        size *= degree
+    return size
+
+
+def _spread(count: int, parts: int) -> str:
+    low, extra = divmod(count, parts)
+    return f"{low} to {low + 1}" if extra else str(low)
+
+
+def with_degrees(sp: SequenceParallelConfig, mesh: ResolvedMesh) -> SequenceParallelConfig:
+    """The section with its degrees as numbers."""
+    return replace(sp, ulysses_degree=mesh.ulysses_degree, ring_degree=mesh.ring_degree)
+
+
+def count_parameters(model: DiTConfig) -> int:
+    """Number of weights of a model, found without allocating them."""
+    from dbsp_megatron.models.dit import VideoDiT  # imports megatron-core, which reading a configuration need not
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in VideoDiT(model).parameters())

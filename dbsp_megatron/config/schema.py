@@ -1,0 +1,137 @@
+"""TrainConfig and InferConfig: compose the sections and check what needs two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dbsp_megatron.config.resolve import ResolvedRun, count_parameters, resolve_mesh
+from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, SampleConfig
+from dbsp_megatron.data import DataConfig, PixelPatchEncoder
+from dbsp_megatron.masks import MaskConfig
+from dbsp_megatron.models.dit.config import DiTConfig, load_model_config
+from dbsp_megatron.observability import WandbConfig
+from dbsp_megatron.strategy import SequenceParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that determines a training run."""
+
+    model: str = "dit_debug"
+    """Name of a file in model_configs, or the path of a YAML file."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Clips to train on."""
+    sp: SequenceParallelConfig = field(default_factory=SequenceParallelConfig)
+    """Sequence parallelism."""
+    mask: MaskConfig = field(default_factory=MaskConfig)
+    """Which attention blocks are computed."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and learning rate."""
+    train: LoopConfig = field(default_factory=LoopConfig)
+    """The training loop."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """The run folder."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        if self.optim.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optim.warmup_steps must be at most train.steps={self.train.steps}, got {self.optim.warmup_steps}"
+            )
+
+    def validate(self, world_size: int) -> ResolvedRun:
+        """Check the sections against one another, the model and a number of processes.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        model = load_model_config(self.model)
+        check_pixel_model(model, self.model, self.data)
+        mesh = resolve_mesh(self.sp, world_size, model.num_heads)
+        unit = mesh.dp_size * self.train.micro_batch_size
+        if self.train.global_batch_size % unit:
+            raise ValueError(
+                f"train.global_batch_size must be a multiple of the data-parallel size {mesh.dp_size} times "
+                f"train.micro_batch_size={self.train.micro_batch_size}, got {self.train.global_batch_size}; "
+                f"use {-(-self.train.global_batch_size // unit) * unit}, or more sequence-parallel ranks"
+            )
+        data = self.data
+        return ResolvedRun(
+            mesh=mesh,
+            strategy=self.sp.strategy,
+            model=self.model,
+            num_parameters=count_parameters(model),
+            num_heads=model.num_heads,
+            num_layers=model.num_attention_layers,
+            grid=PixelPatchEncoder(data.patch_size).grid_for(data.num_frames, data.height, data.width),
+            text_tokens=model.sequence_text_len,
+            block_size=self.sp.block_size,
+            batch=f"{self.train.global_batch_size} clips per step = {mesh.dp_size} x "
+            f"{self.train.global_batch_size // unit} micro-batches of {self.train.micro_batch_size}",
+            steps=self.train.steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig:
+    """Everything that determines sampled videos, next to a trained run."""
+
+    checkpoint: str = ""
+    """Run folder (its newest good checkpoint) or one checkpoint folder."""
+    output: str = ""
+    """Folder for the videos; empty means `samples` in the run folder."""
+    sp: SequenceParallelConfig = field(default_factory=SequenceParallelConfig)
+    """Sequence parallelism. On the command line the strategy and block size of training are the default."""
+    mask: MaskConfig = field(default_factory=MaskConfig)
+    """Which attention blocks are computed. On the command line the mask of training is the default."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """Sampling."""
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint:
+            raise ValueError("checkpoint must name a run or checkpoint folder; e.g. --checkpoint runs/demo")
+
+    def validate(self, world_size: int, model: DiTConfig, grid: tuple[int, int, int]) -> ResolvedRun:
+        """Check against the model of the checkpoint and a number of processes.
+
+        Raises:
+            ValueError: the degrees do not fit, or guidance is asked of a model without text.
+        """
+        sample = self.sample
+        for key, unset in (("guidance_scale", 1), ("context", "")):
+            value = getattr(sample, key)
+            if model.text == "none" and value != unset:
+                raise ValueError(f"sample.{key}={value} needs a model with text; this one has none: remove the setting")
+        mesh = resolve_mesh(self.sp, world_size, model.num_heads)
+        return ResolvedRun(
+            mesh=mesh,
+            strategy=self.sp.strategy,
+            model=self.checkpoint,
+            num_parameters=count_parameters(model),
+            num_heads=model.num_heads,
+            num_layers=model.num_attention_layers,
+            grid=grid,
+            text_tokens=model.sequence_text_len,
+            block_size=self.sp.block_size,
+            batch=f"{sample.num_samples} videos, {mesh.dp_size} at a time",
+            steps=sample.steps,
+        )
+
+
+def check_pixel_model(model: DiTConfig, name: str, data: DataConfig) -> None:
+    """Refuse a model whose tokens are not the pixel patches of the data.
+
+    Raises:
+        ValueError: patch size, input channels or output channels differ.
+    """
+    if model.in_channels != 3 or model.patch_out_dim != model.patch_dim:
+        raise ValueError(
+            f"model={name} maps {model.in_channels} channels to {model.patch_out_dim} numbers per token; training on "
+            "video files needs in_channels: 3 and as many output channels (latents of a VAE are not read yet)"
+        )
+    if tuple(model.patch_size) != tuple(data.patch_size):
+        raise ValueError(
+            f"data.patch_size must be the patch size {list(model.patch_size)} of model={name}, "
+            f"got {list(data.patch_size)}; set data.patch_size={list(model.patch_size)}"
+        )

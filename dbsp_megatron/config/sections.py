@@ -1,0 +1,185 @@
+"""Sections of the configuration that no lower layer owns: optimizer, training loop, run folder, sampling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+def _require(condition: bool, key: str, rule: str, value: object, remedy: str = "") -> None:
+    if not condition:
+        raise ValueError(f"{key} must be {rule}, got {value!r}" + (f"; {remedy}" if remedy else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer; sgd is plain gradient descent, for tests of gradient scale."""
+    lr: float = 1e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of AdamW's mean."""
+    beta2: float = 0.95
+    """Decay of AdamW's variance."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; vectors are not decayed."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after warm-up."""
+    min_lr_ratio: float = 0.1
+    """End of the cosine, as a fraction of lr."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", "a positive number", self.lr)
+        _require(0 <= self.beta1 < 1, "optim.beta1", "in [0, 1)", self.beta1)
+        _require(0 <= self.beta2 < 1, "optim.beta2", "in [0, 1)", self.beta2)
+        _require(self.eps > 0, "optim.eps", "> 0", self.eps)
+        _require(self.weight_decay >= 0, "optim.weight_decay", ">= 0", self.weight_decay)
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", ">= 0", self.warmup_steps)
+        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The training loop."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run, resumed parts included."""
+    global_batch_size: int = 1
+    """Clips per optimizer step, over all ranks; a multiple of the data-parallel size."""
+    micro_batch_size: int = 1
+    """Clips per forward pass; the rest of a rank's share is accumulated."""
+    seed: int = 0
+    """Seed of weights, data order, noise and timesteps; -1 draws one, the same on all ranks."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes under autocast; weights, gradients and optimizer stay in fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA if every local rank gets a device."""
+    grad_clip: float = 1.0
+    """Limit of the global gradient norm; 0 only measures it."""
+    ema_decay: float = 0.0
+    """Decay of the averaged weights that are used for sampling; 0 keeps none."""
+    recompute: bool = False
+    """Recompute activations in the backward pass instead of storing them."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    """Distribution of training timesteps."""
+    timestep_shift: float = 1.0
+    """Moves timesteps towards noise; above 1 for long sequences, 1 for none."""
+    context: str = ""
+    """Safetensors file of text features [L, text_dim] for models with text: named like a clip's file, or `context` for
+    all; empty trains without text (zeros)."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep_last: int = 2
+    """Checkpoints to keep."""
+    log_every: int = 1
+    """Steps between logged metrics."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out clips; 0 for none."""
+    eval_samples: int = 0
+    """Clips at the end of the data that are held out for evaluation."""
+    engine: Literal["native", "megatron", "deepspeed"] = "native"
+    """What reduces gradients and steps: native is torch DistributedDataParallel."""
+    check: bool = False
+    """Exit with code 3 unless the loss fell and planning lowered the imbalance, both as measured in this run."""
+    timeout_s: float = 600
+    """Seconds after which a waiting collective fails."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every"):
+            _require(getattr(self, key) >= 1, f"train.{key}", ">= 1", getattr(self, key))
+        for key in ("checkpoint_every", "eval_every", "eval_samples"):
+            _require(getattr(self, key) >= 0, f"train.{key}", ">= 0", getattr(self, key))
+        _require(self.seed >= -1, "train.seed", ">= 0, or -1 for a random one", self.seed)
+        _require(self.grad_clip >= 0, "train.grad_clip", ">= 0", self.grad_clip, "0 means no clipping")
+        _require(0 <= self.ema_decay < 1, "train.ema_decay", "in [0, 1)", self.ema_decay, "0 keeps no average")
+        _require(self.timestep_shift > 0, "train.timestep_shift", "> 0", self.timestep_shift, "1.0 means no shift")
+        _require(self.timeout_s > 0, "train.timeout_s", "> 0", self.timeout_s)
+        _require(
+            self.micro_batch_size <= self.global_batch_size,
+            "train.micro_batch_size",
+            f"at most train.global_batch_size={self.global_batch_size}",
+            self.micro_batch_size,
+        )
+        _require(
+            not self.eval_every or self.eval_samples >= 1,
+            "train.eval_samples",
+            ">= 1 with train.eval_every",
+            self.eval_samples,
+            "hold out some clips or set train.eval_every=0",
+        )
+        if self.engine != "native":
+            raise ValueError(f"train.engine={self.engine} is not available in this version; use train.engine=native")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run folder."""
+
+    name: str = "run"
+    """Name of the folder that receives everything the run writes."""
+    root: str = "runs"
+    """Folder of all runs."""
+    resume: str = "auto"
+    """auto: from the newest good checkpoint of this run, if any; never; or the path of a checkpoint or run."""
+    stop_file: str = ""
+    """The run saves and ends when this file appears, as on SIGTERM; for launchers that cannot signal ranks."""
+
+    def __post_init__(self) -> None:
+        plain = bool(self.name) and self.name not in (".", "..") and "/" not in self.name and self.name.isprintable()
+        _require(plain, "run.name", "a folder name without '/'", self.name, "use run.root for the folder above")
+        _require(bool(self.resume), "run.resume", "auto, never or a path", self.resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Sampling of videos."""
+
+    steps: int = 50
+    """Denoising steps."""
+    sampler: Literal["euler", "unipc"] = "unipc"
+    """euler is first order; unipc is a second-order predictor-corrector with one model call per step."""
+    shift: float = 1.0
+    """Spends more steps near noise; above 1 for long sequences, 1 for none."""
+    num_samples: int = 1
+    """Videos to make."""
+    seed: int = 0
+    """Seed of the noise; video i is the same whatever is made beside it. -1 draws one."""
+    num_frames: int = 0
+    """Frames per video; 0 takes the training length."""
+    height: int = 0
+    """Pixels; 0 takes the training height."""
+    width: int = 0
+    """Pixels; 0 takes the training width."""
+    fps: int = 8
+    """Frames per second of the written file."""
+    guidance_scale: float = 1.0
+    """Classifier-free guidance for models with text; 1 turns it off."""
+    guidance_mode: Literal["auto", "batched", "sequential"] = "auto"
+    """Both guidance branches in one batch, or one after the other; auto batches when their lengths are equal."""
+    context: str = ""
+    """Safetensors file with text features `context` [L, text_dim] and optionally `negative` [L', text_dim]."""
+    weights: Literal["ema", "model"] = "ema"
+    """ema uses averaged weights where the checkpoint has them."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes under autocast."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    timeout_s: float = 600
+    """Seconds after which a waiting collective fails."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "num_samples", "fps"):
+            _require(getattr(self, key) >= 1, f"sample.{key}", ">= 1", getattr(self, key))
+        for key in ("num_frames", "height", "width"):
+            _require(getattr(self, key) >= 0, f"sample.{key}", ">= 0", getattr(self, key), "0 takes the training size")
+        _require(self.seed >= -1, "sample.seed", ">= 0, or -1 for a random one", self.seed)
+        _require(self.shift > 0, "sample.shift", "> 0", self.shift, "1.0 means no shift")
+        _require(math.isfinite(self.guidance_scale), "sample.guidance_scale", "finite", self.guidance_scale)
+        _require(self.timeout_s > 0, "sample.timeout_s", "> 0", self.timeout_s)

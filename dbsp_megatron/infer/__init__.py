@@ -1,0 +1,1 @@
+"""Sampling from trained runs under sequence parallelism; `dbsp-infer` is the command."""

@@ -1,0 +1,1 @@
+"""Diffusion models whose attention is split by sequence parallelism."""

@@ -1,0 +1,125 @@
+"""Layer specs of the DiT, and the megatron config that goes with them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dbsp_megatron.compat import group_size
+from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
+from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules, SingleStreamLayer
+from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh approximation, the activation of all supported models."""
+    return F.gelu(x, approximate="tanh")
+
+
+def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection, sp_size: int) -> TransformerConfig:
+    """Megatron's config for a DiT.
+
+    Args:
+        dit: The model description.
+        pg_collection: Process groups; `tp` may be None.
+        sp_size: Ranks that share a sequence.
+
+    Raises:
+        ValueError: If the heads or the feed-forward cannot be split over the tensor-parallel ranks, or pipeline
+            parallelism is asked for.
+    """
+    tp_size = group_size(pg_collection.tp)
+    for name, value in (
+        ("num_kv_heads", dit.kv_heads),
+        ("num_heads", dit.num_heads),
+        ("ffn_hidden_size", dit.ffn_channels),
+        ("hidden_size", dit.hidden_size),
+    ):
+        if value % tp_size:
+            raise ValueError(
+                f"{name} must be divisible by the tensor-parallel size {tp_size}; got {value}. "
+                "Use a smaller tensor-parallel size; sequence parallelism has no such rule"
+            )
+    if group_size(getattr(pg_collection, "pp", None)) > 1:
+        raise ValueError(
+            f"pipeline parallel size must be 1 for VideoDiT; got {group_size(pg_collection.pp)}. "
+            "Use tensor, sequence and data parallelism"
+        )
+    return TransformerConfig(
+        num_layers=dit.num_attention_layers,
+        hidden_size=dit.hidden_size,
+        ffn_hidden_size=dit.ffn_channels,
+        num_attention_heads=dit.num_heads,
+        num_query_groups=dit.kv_heads,
+        kv_channels=dit.heads_dim,
+        layernorm_epsilon=dit.norm_eps,
+        activation_func=gelu_tanh,
+        add_bias_linear=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp_size,
+        context_parallel_size=sp_size,
+        params_dtype=torch.float32,
+        # Parameters are made on the default device and filled by `init_weights`, the same for every split.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        # Dual- and single-stream layers have different parameters, so each layer is stored under its own number.
+        hetereogenous_dist_checkpoint=True,
+    )
+
+
+def default_core_attention(sp: object | None) -> ModuleSpec:
+    """The balanced block-sparse attention over `sp`, as a core_attention spec."""
+    from dbsp_megatron.attention.module import DualBalancedAttention
+
+    return ModuleSpec(module=DualBalancedAttention, params={"sp": sp})
+
+
+def dit_block_spec(dit: DiTConfig, core_attention: CoreAttention) -> TransformerBlockSubmodules:
+    """The layers of a DiT.
+
+    Args:
+        dit: The model description.
+        core_attention: Module class or spec that follows Megatron's core_attention contract.
+    """
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))
+    dual_stream = dit.text == "dual_stream"
+    layer = ModuleSpec(
+        module=DiTLayer,
+        params={"dit": dit, "num_streams": 2 if dit.has_joint_text else 1},
+        submodules=DiTLayerSubmodules(
+            self_attention=ModuleSpec(
+                module=DiTSelfAttention,
+                params={"dit": dit, "core_attention": core_attention, "dual_stream": dual_stream},
+            ),
+            cross_attention=(
+                ModuleSpec(module=DiTCrossAttention, params={"dit": dit}) if dit.text == "cross" else None
+            ),
+            mlp=mlp,
+            text_mlp=mlp if dual_stream else None,
+        ),
+    )
+    single = ModuleSpec(
+        module=SingleStreamLayer,
+        params={"dit": dit},
+        submodules=DiTLayerSubmodules(
+            self_attention=ModuleSpec(
+                module=DiTSelfAttention,
+                params={"dit": dit, "core_attention": core_attention, "output_bias": False},
+            ),
+            mlp=mlp,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * dit.num_layers + [single] * dit.num_single_layers)

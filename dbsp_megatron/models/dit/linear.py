@@ -1,0 +1,57 @@
+"""Megatron's tensor-parallel linear layers, usable without any process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+
+from dbsp_megatron.compat import group_size
+from dbsp_megatron.models.dit.tensor_parallel import gather_last_dim
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear` that needs no group, and issues no collective, on one rank.
+
+    `gather_output=True` also works on CPU tensors, where Megatron's gather asks for the current CUDA device.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, gather_output: bool = False, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, gather_output=False, **kwargs)
+        self.gathers = gather_output
+        # Megatron marks weights while it initialises them; ours are initialised later, by `init_weights`.
+        if not hasattr(self.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Maps [..., input_size] to [..., output_size / tp] and the bias that the caller is to add, if any.
+
+        With `gather_output` the result is [..., output_size] on every rank.
+        """
+        if group_size(self.tp_group) > 1:
+            out, left_bias = super().forward(input_, *args, **kwargs)
+            return gather_last_dim(out, self.tp_group) if self.gathers else out, left_bias
+        bias = None if self.skip_bias_add else self.bias
+        return F.linear(input_, self.weight, bias), self.bias if self.skip_bias_add else None
+
+
+class RowLinear(RowParallelLinear):
+    """`RowParallelLinear` that needs no group, and issues no collective, on one rank."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        if not hasattr(self.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Maps [..., input_size / tp] to the summed [..., output_size] and the bias left to add, if any."""
+        if group_size(self.tp_group) > 1:
+            return super().forward(input_)
+        bias = None if self.skip_bias_add else self.bias
+        return F.linear(input_, self.weight, bias), self.bias if self.skip_bias_add else None

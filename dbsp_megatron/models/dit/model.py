@@ -1,0 +1,164 @@
+"""VideoDiT: a Diffusion Transformer for video whose tokens are split over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from dbsp_megatron.compat import process_groups
+from dbsp_megatron.models.dit.attention import CoreAttention
+from dbsp_megatron.models.dit.block import DiTBlock
+from dbsp_megatron.models.dit.conditioning import Conditioning
+from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.embeddings import OutputLayer, TextProjection, TimestepEmbedding
+from dbsp_megatron.models.dit.init_weights import init_weights, zero_init
+from dbsp_megatron.models.dit.layer_spec import default_core_attention, dit_block_spec, dit_transformer_config
+from dbsp_megatron.models.dit.tokens import Grid, LocalTokens, TokenLocator
+
+if TYPE_CHECKING:
+    from dbsp_megatron.strategy import SequenceParallel
+
+
+class VideoDiT(MegatronModule):
+    """Predicts a tensor per video patch from noisy patches, a timestep and, optionally, text.
+
+    All layers but the self-attention treat tokens one by one, so each rank computes its own tokens only. A loss summed
+    over local tokens gives parameter gradients that are to be summed over the ranks of `sp`.
+
+    Args:
+        config: The model description.
+        sp: What the self-attention communicates through; None for one rank.
+        pg_collection: Megatron's process groups; None takes those of `parallel_state` if it is initialised, else none:
+            a single process needs neither `torch.distributed` nor Megatron's groups.
+        core_attention: Replaces the self-attention core, for tests and other attention back ends.
+
+    Attributes:
+        config: Megatron's `TransformerConfig`.
+        dit_config: The model description.
+
+    Raises:
+        ValueError: If heads or feed-forward channels cannot be split over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        config: DiTConfig,
+        *,
+        sp: SequenceParallel | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        core_attention: CoreAttention | None = None,
+    ) -> None:
+        groups = process_groups(pg_collection)
+        super().__init__(config=dit_transformer_config(config, groups, 1 if sp is None else sp.size))
+        self.dit_config = config
+        self.pg_collection = groups
+        self.tp_group = groups.tp
+        dtype = self.config.params_dtype
+        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, dtype=dtype)
+        self.time_embed = TimestepEmbedding(config, dtype)
+        self.time_proj: nn.Linear | None = None
+        if config.modulation == "table":
+            self.time_proj = nn.Linear(
+                config.time_channels, 2 * self._num_streams * 3 * config.hidden_size, dtype=dtype
+            )
+            zero_init(self.time_proj)
+        self.text_proj = None if config.text == "none" else TextProjection(config, dtype)
+        core = default_core_attention(sp) if core_attention is None else core_attention
+        self.block = DiTBlock(
+            self.config, dit_block_spec(config, core), recompute=config.recompute, pg_collection=groups
+        )
+        self.output = OutputLayer(self.config, dit=config, tp_group=groups.tp)
+        self._locate = TokenLocator(
+            text_len=config.sequence_text_len, rope_axes=config.rope_axes_dims, rope_theta=config.rope_theta
+        )
+        self.reset_parameters()
+
+    @property
+    def _num_streams(self) -> int:
+        return 2 if self.dit_config.has_joint_text else 1
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fills all parameters from a seed, default `config.init_seed`, alike for every split over ranks."""
+        init_weights(self, self.dit_config.init_seed if seed is None else seed, self.tp_group)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Part of Megatron's schedule contract; there is no earlier pipeline stage to take a tensor from."""
+
+    def _check_inputs(
+        self, video_tokens: Tensor, timestep: Tensor, context: Tensor | None, tokens: LocalTokens
+    ) -> None:
+        dit, batch = self.dit_config, video_tokens.shape[0]
+        expected: tuple[int, ...] = (batch, tokens.num_video, dit.patch_dim)
+        if video_tokens.shape != expected:
+            raise ValueError(
+                "video_tokens must be [B, s_video_local, patch_dim] = "
+                f"{list(expected)} for these positions; got {list(video_tokens.shape)}"
+            )
+        if timestep.shape != (batch,) or not timestep.is_floating_point():
+            raise ValueError(
+                f"timestep must be floating point of shape [{batch}]; got {timestep.dtype} of {list(timestep.shape)}"
+            )
+        if (context is None) != (dit.text == "none"):
+            raise ValueError(
+                f"context must {'not ' if dit.text == 'none' else ''}be given with text: {dit.text}; "
+                f"got {'None' if context is None else list(context.shape)}"
+            )
+        if context is None:
+            return
+        length = dit.text_len if dit.has_joint_text else context.shape[1] if context.dim() == 3 else 1
+        expected = (batch, length, dit.text_dim or 0)
+        if context.shape != expected or length < 1:
+            raise ValueError(f"context must be [B, L, text_dim] = {list(expected)}; got {list(context.shape)}")
+
+    def _conditioning(self, time_embedding: Tensor, context: Tensor | None, tokens: LocalTokens) -> Conditioning:
+        table = None
+        if self.time_proj is not None:
+            table = self.time_proj(F.silu(time_embedding))
+            table = table.unflatten(-1, (2, self._num_streams, 3, -1)).permute(1, 2, 3, 0, 4)
+        cross = None
+        if self.dit_config.text == "cross" and context is not None and self.text_proj is not None:
+            cross = self.text_proj(context).transpose(0, 1)
+        return Conditioning(tokens=tokens, embedding=F.silu(time_embedding), table=table, context=cross)
+
+    def forward(
+        self,
+        video_tokens: Tensor,
+        timestep: Tensor,
+        *,
+        grid: Grid,
+        positions: Tensor,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """Predicts this rank's video tokens.
+
+        Args:
+            video_tokens: [B, s_video_local, patch_dim], the video tokens among `positions`, in that order.
+            timestep: float [B] in [0, 1].
+            grid: Patches along time, height and width of the whole video.
+            positions: int64 [s_local], global ids of this rank's tokens: ids of the sequence `[text ; video]` if the
+                text is joint (`text_len` text tokens first), else of the video.
+            context: [B, L, text_dim], the whole text on every rank.
+
+        Returns:
+            [B, s_video_local, patch_out_dim].
+
+        Raises:
+            ValueError: If the shapes do not fit together.
+        """
+        tokens = self._locate(positions, grid)
+        self._check_inputs(video_tokens, timestep, context, tokens)
+        time_embedding = self.time_embed(timestep)
+        conditioning = self._conditioning(time_embedding, context, tokens)
+        x = self.patch_embed(video_tokens).transpose(0, 1)
+        if self.dit_config.has_joint_text and context is not None and self.text_proj is not None:
+            text = self.text_proj(context.index_select(1, tokens.text_positions)).transpose(0, 1)
+            x = tokens.merge(text, x)
+        x = self.block(x.contiguous(), conditioning)
+        if self.dit_config.has_joint_text:
+            x = tokens.split(x)[1]
+        predicted: Tensor = self.output(x, time_embedding).transpose(0, 1)
+        return predicted.contiguous()

@@ -1,0 +1,133 @@
+"""Layer norm whose shift, scale and gate come from the timestep (adaLN-zero)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dbsp_megatron.models.dit.conditioning import Conditioning
+from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.init_weights import mark_init, zero_init
+from dbsp_megatron.models.dit.linear import ColumnLinear
+from dbsp_megatron.models.dit.tokens import LocalTokens
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, tokens: LocalTokens) -> Tensor:
+    """Computes `x * (1 + scale) + shift`, with the values of each token's stream.
+
+    Args:
+        x: [s_local, b, hidden].
+        shift: [num_streams, b, hidden]; stream 0 is video, stream 1 is text.
+        scale: [num_streams, b, hidden].
+        tokens: Which of the tokens are text.
+    """
+    if shift.shape[0] == 1:
+        return x * (1 + scale[0]) + shift[0]
+    text, video = tokens.split(x)
+    return tokens.merge(text * (1 + scale[1]) + shift[1], video * (1 + scale[0]) + shift[0])
+
+
+def add_gated(x: Tensor, update: Tensor, gate: Tensor, tokens: LocalTokens) -> Tensor:
+    """Computes `x + gate * update` in the wider dtype and returns it in the dtype of `x`.
+
+    Args:
+        x: [s_local, b, hidden].
+        update: [s_local, b, hidden].
+        gate: [num_streams, b, hidden]; stream 0 is video, stream 1 is text.
+        tokens: Which of the tokens are text.
+    """
+    if gate.shape[0] == 1:
+        return (x + gate[0] * update).to(x.dtype)
+    text, video = tokens.split(update)
+    return (x + tokens.merge(gate[1] * text, gate[0] * video)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim in fp32 (fp64 for fp64 inputs), returned in that dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    cast = [None if p is None else p.to(wide.dtype) for p in (weight, bias)]
+    return F.layer_norm(wide, wide.shape[-1:], cast[0], cast[1], eps)
+
+
+class AffineNorm(MegatronModule):
+    """Layer norm, with or without a weight and a bias, computed in fp32."""
+
+    def __init__(self, config: TransformerConfig, *, hidden_size: int, eps: float, affine: bool) -> None:
+        super().__init__(config=config)
+        self.eps = eps
+        self.weight: torch.nn.Parameter | None = None
+        self.bias: torch.nn.Parameter | None = None
+        if affine:
+            empty = torch.empty(2, hidden_size, dtype=config.params_dtype)
+            self.weight = mark_init(torch.nn.Parameter(empty[0].clone()), "one")
+            self.bias = mark_init(torch.nn.Parameter(empty[1].clone()), "zero")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises [..., hidden]; returns fp32, or fp64 for fp64 inputs."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class AdaLayerNormZero(MegatronModule):
+    """The norm before one sublayer, and the gate after it; everything starts at zero.
+
+    Args:
+        config: Megatron's config.
+        dit: The model description.
+        sublayer: 0 for attention, 1 for the feed-forward: which part of the shared table is ours.
+        num_streams: 2 if text tokens have their own shift, scale and gate.
+        tp_group: Tensor-parallel group, None for one rank.
+
+    Source: Peebles and Xie, Scalable Diffusion Models with Transformers (arXiv 2212.09748); `table`: PixArt-alpha
+    (arXiv 2310.00426).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        dit: DiTConfig,
+        sublayer: int,
+        num_streams: int,
+        tp_group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(config=config)
+        self.sublayer = sublayer
+        self.num_streams = num_streams
+        self.tp_group = tp_group
+        self.norm = AffineNorm(config, hidden_size=dit.hidden_size, eps=dit.norm_eps, affine=dit.norm_affine)
+        self.linear: ColumnLinear | None = None
+        self.table: torch.nn.Parameter | None = None
+        if dit.modulation == "linear":
+            self.linear = ColumnLinear(
+                dit.time_channels,
+                num_streams * 3 * dit.hidden_size,
+                config=config,
+                init_method=config.init_method,
+                gather_output=True,
+                tp_group=tp_group,
+            )
+            zero_init(self.linear)
+        else:
+            empty = torch.empty(num_streams, 3, dit.hidden_size, dtype=config.params_dtype)
+            self.table = mark_init(torch.nn.Parameter(empty), "zero")
+
+    def _shift_scale_gate(self, conditioning: Conditioning, dtype: torch.dtype) -> Tensor:
+        """Returns [3, num_streams, b, hidden]."""
+        if self.linear is not None:
+            made, _ = self.linear(conditioning.embedding)
+            made = made.unflatten(-1, (self.num_streams, 3, -1)).permute(2, 1, 0, 3)
+            return made.to(dtype)
+        if self.table is None or conditioning.table is None:
+            raise ValueError("modulation: table needs Conditioning.table; got None")
+        shared = conditioning.table[self.sublayer, : self.num_streams]
+        return (self.table[:, :, None] + shared).to(dtype).transpose(0, 1)
+
+    def forward(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+        """Returns the modulated norm of `x` [s_local, b, hidden] (dtype kept) and the gate [num_streams, b, hidden]."""
+        normed = self.norm(x)
+        shift, scale, gate = self._shift_scale_gate(conditioning, normed.dtype)
+        return modulate(normed, shift, scale, conditioning.tokens).to(x.dtype), gate

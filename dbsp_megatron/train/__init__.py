@@ -1,0 +1,1 @@
+"""Flow-matching training under sequence parallelism; `dbsp-train` is the command."""

@@ -1,0 +1,72 @@
+"""Command `dbsp-train`, also `python -m dbsp_megatron.train`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dbsp_megatron.config.cli import parse_train
+from dbsp_megatron.config.schema import TrainConfig
+from dbsp_megatron.train.distributed import World, env_world_size
+from dbsp_megatron.train.launch import exit_with_line, launch, launched_rank
+from dbsp_megatron.train.signals import StopRequest
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train as the command line says.
+
+    Exit codes: 0 trained, or stopped by a signal with a checkpoint; 1 failed; 2 bad configuration or data, with one
+    line that says what; 3 `train.check` did not hold.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if "--dry-run" in words:
+        _dry_run(words)
+    launch(
+        lambda: _prepare(words),
+        _train,
+        settings=lambda config: (config.train.device, config.train.timeout_s),
+        resume_hint=_resume_hint,
+        handle_signals=True,
+    )
+
+
+def _prepare(words: Sequence[str]) -> TrainConfig:
+    config = parse_train(words).config
+    config.validate(env_world_size())
+    return config
+
+
+def _dry_run(words: Sequence[str]) -> NoReturn:
+    try:
+        command = parse_train(words)
+        resolved = command.config.validate(command.world_size or env_world_size())
+    except ValueError as error:
+        exit_with_line(error)
+    if launched_rank() == 0:
+        print(resolved.describe(), flush=True)
+    raise SystemExit(0)
+
+
+def _train(config: TrainConfig, world: World, stop: StopRequest) -> int:
+    from dbsp_megatron.data import VideoDataset
+    from dbsp_megatron.observability import setup_logging
+    from dbsp_megatron.train.trainer import Trainer
+
+    setup_logging(world.rank)
+    if world.is_main:
+        print(config.validate(world.size).describe(), file=sys.stderr, flush=True)
+    stop.stop_file = config.run.stop_file
+    return Trainer(config, world, VideoDataset(config.data)).run(stop)
+
+
+def _resume_hint(config: TrainConfig) -> str:
+    saved = Path(config.run.root) / config.run.name / "config.yaml"
+    command = f"-m dbsp_megatron.train --config {shlex.quote(str(saved))} --run.resume=auto"
+    return f"resume with: torchrun --nproc_per_node {env_world_size()} {command}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One call of the model on this rank's tokens, for training and sampling alike.
+
+Dims: B samples, N video tokens of the whole sequence, s of this rank, C channels of a token, L text tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.masks import MaskConfig, build_mask_method
+from dbsp_megatron.models.dit import DiTConfig
+from dbsp_megatron.strategy import SequenceParallel, TokenLayout
+
+Grid = tuple[int, int, int]
+
+
+class ShardedModel:
+    """A VideoDiT (possibly wrapped for data parallelism) together with its token layout and mask method."""
+
+    def __init__(
+        self,
+        module: Callable[..., Tensor],
+        config: DiTConfig,
+        sp: SequenceParallel,
+        mask: MaskConfig,
+        *,
+        device: torch.device,
+        precision: str,
+    ) -> None:
+        self.module = module
+        self.sp = sp
+        self._text_tokens = config.sequence_text_len
+        self._method = build_mask_method(mask)
+        self._device = device
+        self._bf16 = precision == "bf16"
+        self._layouts: dict[int, tuple[TokenLayout, Tensor]] = {}
+
+    def layout(self, grid: Grid) -> TokenLayout:
+        """Token layout of [text ; video] for a patch grid."""
+        return self._placed(grid)[0]
+
+    def _placed(self, grid: Grid) -> tuple[TokenLayout, Tensor]:
+        """Layout and its positions on the device: one tensor for the whole run, by which the model knows it again."""
+        seqlen = self._text_tokens + math.prod(grid)
+        if seqlen not in self._layouts:
+            layout = self.sp.layout(seqlen)
+            self._layouts[seqlen] = (layout, layout.positions.to(self._device))
+        return self._layouts[seqlen]
+
+    def video_positions(self, grid: Grid) -> Tensor:
+        """Indices of this rank's video tokens in the video sequence, int64 [s] on the CPU."""
+        positions = self.layout(grid).positions
+        return positions[positions >= self._text_tokens] - self._text_tokens
+
+    def shard(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """This rank's tokens of a whole CPU tensor [B, N, C], on the device."""
+        return tokens[:, self.video_positions(grid)].to(self._device)
+
+    def gather(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """Whole video tokens [B, N, C] from those of the ranks [B, s, C]; collective, no gradient needed."""
+        layout = self.layout(grid)
+        missing = layout.num_local - tokens.shape[1]
+        # Text tokens come first in a layout: rows of them stand in for the text that the model does not return.
+        padded = torch.cat([tokens.new_zeros(tokens.shape[0], missing, tokens.shape[2]), tokens], dim=1)
+        return layout.gather(padded, dim=1)[:, self._text_tokens :]
+
+    @contextmanager
+    def session(self, grid: Grid) -> Iterator[None]:
+        """Holds layout, mask and precision for calls on one grid, and for their backward passes.
+
+        Activation recomputation calls attention again during backward, so backward belongs inside.
+        """
+        autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16)
+        with self.sp.use(layout=self.layout(grid), mask=self._method, grid=grid), autocast:
+            yield
+
+    def velocity(self, x: Tensor, timesteps: Tensor, grid: Grid, context: Tensor | None) -> Tensor:
+        """Predicted velocity of this rank's tokens [B, s, C]; call inside `session`."""
+        return self.module(
+            x,
+            timesteps.to(self._device),
+            grid=grid,
+            positions=self._placed(grid)[1],
+            context=None if context is None else context.to(self._device),
+        )

@@ -1,0 +1,268 @@
+"""The training run: data in, optimizer steps, metrics, checkpoints, and a clean end whatever ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.config.resolve import with_degrees
+from dbsp_megatron.config.schema import TrainConfig
+from dbsp_megatron.data import BatchPlan, PixelPatchEncoder, VideoDataset, iter_validation
+from dbsp_megatron.models.dit import DiTConfig, VideoDiT, load_model_config
+from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
+from dbsp_megatron.strategy import SequenceParallel
+from dbsp_megatron.train import flow_matching
+from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
+from dbsp_megatron.train.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    save_checkpoint,
+)
+from dbsp_megatron.train.distributed import World, build_mesh
+from dbsp_megatron.train.forward import ShardedModel
+from dbsp_megatron.train.native import NativeEngine, peak_memory_gib
+from dbsp_megatron.train.report import RunReport
+from dbsp_megatron.train.signals import StopRequest
+
+logger = get_logger(__name__)
+
+
+class Trainer:
+    """One run of `config` on `world`; every rank makes one and calls `run`.
+
+    Args:
+        config: the run.
+        world: all ranks.
+        dataset: the clips of `config.data`.
+
+    Raises:
+        ValueError: configuration, data and checkpoint do not fit together.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, dataset: VideoDataset) -> None:
+        self.world = world
+        resolved = config.validate(world.size)
+        self.mesh = build_mesh(world, resolved.mesh.sp_size)
+        checkpoint = self._find_checkpoint(config)
+        seed = _resolve_seed(config.train.seed, checkpoint, world)
+        self.config = config = dataclasses.replace(
+            config,
+            train=dataclasses.replace(config.train, seed=seed),
+            sp=with_degrees(config.sp, resolved.mesh),
+        )
+        loop = config.train
+        self.model_config = _model_config(config)
+        self.sp = SequenceParallel(config.sp, self.mesh.sp_group)
+        module = VideoDiT(self.model_config, sp=self.sp).to(world.device)
+        self.engine = NativeEngine(module, config.optim, loop, world)
+        self.sharded = ShardedModel(
+            self.engine.forward,
+            self.model_config,
+            self.sp,
+            config.mask,
+            device=world.device,
+            precision=loop.precision,
+        )
+        self.num_train = self._check_data(dataset)
+        encoder = PixelPatchEncoder(config.data.patch_size)
+        self.loader = ClipLoader(dataset, encoder, ContextSource(self.model_config, loop.context))
+        self.plan = BatchPlan(num_samples=self.num_train, global_batch_size=loop.global_batch_size, seed=seed)
+        self.steps_done = 0
+        self._last_saved = -1
+        if checkpoint is not None:
+            checkpoint.load_tensors(self.engine.prepare_load(checkpoint.step), world)
+            self.steps_done = self._last_saved = checkpoint.step
+            logger.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return checkpoint_folder(self.config)
+
+    def run(self, stop: StopRequest | None = None) -> int:
+        """Train to the last step, or until any rank is asked to stop; returns the exit code."""
+        stop = StopRequest() if stop is None else stop
+        config, world = self.config, self.world
+        folder = RunFolder(config.run.root, config.run.name, is_main=world.is_main)
+        folder.write_config(dataclasses.asdict(config))
+        folder.write_environment(world_size=world.size)
+        report = RunReport(folder, world, self.sp)
+        resume_step = self.steps_done or None
+        with (
+            MetricLogger(
+                folder, config.wandb, world.is_main, dataclasses.asdict(config), resume_step=resume_step
+            ) as metrics,
+            ProgressBar(config.train.steps, world.is_main, initial=self.steps_done) as bar,
+        ):
+            while self.steps_done < config.train.steps:
+                row, stopping = self._train_step(stop)
+                report.add_layers(self.steps_done)
+                if self._is_due(config.train.eval_every):
+                    row["eval/loss"] = self.evaluate()
+                if self._is_due(config.train.log_every) or "eval/loss" in row:
+                    metrics.log(self.steps_done, row)
+                before, after = row.get("sp/imbalance_before"), row.get("sp/imbalance_after")
+                bar.update(self.steps_done, row["train/loss"], before, after)
+                if stopping or self._is_due(config.train.checkpoint_every):
+                    self.save()
+                if stopping:
+                    logger.info(
+                        "stopped by %s after step %d, checkpoint saved; run the same command to go on",
+                        stop.reason or "another rank's request",
+                        self.steps_done,
+                    )
+                    return 0
+            self.save()
+        return report.finish(self.config)
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        """One optimizer step on the batch of 0-based `step`; returns its metrics, equal on all ranks but for `sp/`."""
+        return self._optimize(step, self._load(step), StopRequest())[0]
+
+    def _train_step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        started = time.perf_counter()
+        row, stopping = self._optimize(self.steps_done, self._load(self.steps_done), stop)
+        seconds = time.perf_counter() - started
+        row["perf/step_s"] = seconds
+        row["perf/tokens_per_s"] = row.pop("num_tokens") / seconds
+        row["mem/peak_gib"] = peak_memory_gib(self.world.device)
+        self.steps_done += 1
+        return row, stopping
+
+    def _load(self, step: int) -> list[MicroBatch]:
+        ids = self.plan.slice_for(step, self.mesh.dp_rank, self.mesh.dp_size, self.config.train.micro_batch_size)
+        return [self.loader.load(samples) for samples in ids]
+
+    def _optimize(self, step: int, batches: Sequence[MicroBatch], stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        self.sp.begin_step(step)
+        channels = self.model_config.patch_out_dim
+        local_tokens = sum(len(batch.samples) * len(self.sharded.video_positions(batch.grid)) for batch in batches)
+        # Counted over every rank and micro-batch before the first backward, so that each token weighs the same.
+        num_tokens = int(self.world.sum(torch.tensor(local_tokens)))
+        total = torch.zeros((), device=self.world.device)
+        for index, batch in enumerate(batches):
+            with self.engine.accumulation(last=index == len(batches) - 1), self.sharded.session(batch.grid):
+                loss = self._loss_sum(batch, step)
+                self.engine.backward(loss, num_tokens * channels)
+                total += loss.detach()
+        norm, lr = self.engine.step(step)
+        shared = self.world.sum(torch.tensor([float(total), float(stop.requested())], dtype=torch.float64))
+        row = {
+            "train/loss": float(shared[0]) / (num_tokens * channels),
+            "train/lr": lr,
+            "train/grad_norm": float(norm),
+            "num_tokens": num_tokens,
+            **self.sp.stats(),
+        }
+        return row, bool(shared[1] > 0)
+
+    def _loss_sum(self, batch: MicroBatch, step: int) -> Tensor:
+        """Squared error summed over this rank's tokens; call inside the model's session."""
+        loop, grid = self.config.train, batch.grid
+        timesteps = flow_matching.draw_timesteps(
+            seed=loop.seed,
+            samples=batch.samples,
+            step=step,
+            sampling=loop.timestep_sampling,
+            shift=loop.timestep_shift,
+        )
+        num_tokens, channels = batch.tokens.shape[1:]
+        noise = flow_matching.draw_noise(num_tokens, channels, seed=loop.seed, samples=batch.samples, step=step)
+        data, noise = self.sharded.shard(batch.tokens, grid), self.sharded.shard(noise, grid)
+        on_device = timesteps.to(self.world.device)
+        noisy = flow_matching.interpolate(data, noise, on_device)
+        predicted = self.sharded.velocity(noisy, on_device, grid, batch.context)
+        return flow_matching.squared_error_sum(predicted, flow_matching.velocity(data, noise))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the held-out clips, each counted once however many ranks there are; collective."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        self.engine.module.eval()
+        sharded, self.sharded.module = self.sharded.module, self.engine.module
+        for index in iter_validation(self.config.train.eval_samples, self.mesh.dp_rank, self.mesh.dp_size):
+            # Data-parallel groups do not meet inside the model, so a group with no clip left may skip the round.
+            if index is not None:
+                batch = self.loader.load([self.num_train + index])
+                with self.sharded.session(batch.grid):
+                    # Always the draws of step 0: losses of different steps are to be comparable.
+                    sums[0] += float(self._loss_sum(batch, 0))
+                sums[1] += len(self.sharded.video_positions(batch.grid)) * self.model_config.patch_out_dim
+        self.sharded.module = sharded
+        self.engine.module.train()
+        total, count = self.world.sum(sums).tolist()
+        return total / count
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step, unless it exists; collective."""
+        if self._last_saved == self.steps_done:
+            return
+        state = {
+            "model": dataclasses.asdict(self.model_config),
+            "config": dataclasses.asdict(self.config),
+            "seed": self.config.train.seed,
+            "world_size": self.world.size,
+            "has_ema": self.engine.ema is not None,
+        }
+        tensors = self.engine.tensors()
+        save_checkpoint(
+            self.checkpoints, self.steps_done, tensors, state, self.world, keep_last=self.config.train.keep_last
+        )
+        self._last_saved = self.steps_done
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.steps_done % every == 0
+
+    def _find_checkpoint(self, config: TrainConfig) -> Checkpoint | None:
+        folder, resume = checkpoint_folder(config), config.run.resume
+        if resume == "auto":
+            return find_checkpoint(folder, self.world)
+        if self.world.broadcast(bool(list_checkpoints(folder)) if self.world.is_main else None):
+            raise ValueError(
+                f"run.resume={resume} would mix a new run with the checkpoints in {folder}; "
+                "choose another run.name, remove that folder, or use run.resume=auto"
+            )
+        return None if resume == "never" else open_checkpoint(Path(resume), self.world)
+
+    def _check_data(self, dataset: VideoDataset) -> int:
+        """Number of training clips; the same data on every rank."""
+        if len(set(self.world.gather(dataset.digest))) > 1:
+            raise ValueError("data.paths holds different clips on different ranks; give all machines the same files")
+        num_train = len(dataset) - self.config.train.eval_samples
+        if num_train < 1:
+            raise ValueError(
+                f"train.eval_samples={self.config.train.eval_samples} leaves no clip to train on; data.paths holds "
+                f"{len(dataset)} clips"
+            )
+        return num_train
+
+
+def checkpoint_folder(config: TrainConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.run.root) / config.run.name / "checkpoints"
+
+
+def _model_config(config: TrainConfig) -> DiTConfig:
+    model = load_model_config(config.model)
+    recompute = "full" if config.train.recompute else model.recompute
+    return dataclasses.replace(model, init_seed=config.train.seed, recompute=recompute)
+
+
+def _resolve_seed(seed: int, checkpoint: Checkpoint | None, world: World) -> int:
+    """The run's seed: as given, else the checkpoint's, else one drawn by rank 0 for all."""
+    if seed >= 0:
+        if checkpoint is not None and checkpoint.state["seed"] != seed:
+            logger.warning("train.seed=%d differs from the checkpoint's %d", seed, checkpoint.state["seed"])
+        return seed
+    if checkpoint is not None:
+        return int(checkpoint.state["seed"])
+    return int(world.broadcast(random.SystemRandom().randrange(2**31)))

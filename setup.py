@@ -1,0 +1,5 @@
+"""Thin entry for old installers; all metadata lives in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,25 @@
+"""Every file of model_configs/ is a model that the package can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dbsp_megatron.models.dit import DiTConfig, load_model_config
+
+FOLDER = Path(__file__).resolve().parents[2] / "model_configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def test_model_configs_hold_only_yaml_files() -> None:
+    """A file with another ending would be neither loaded here nor put into the wheel."""
+    assert FILES
+    assert [path.name for path in FOLDER.iterdir() if path not in FILES and path.name != "README.md"] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_load_model_config_by_path_and_by_name_agree(path: Path) -> None:
+    config = load_model_config(path)
+    assert isinstance(config, DiTConfig)
+    assert load_model_config(path.stem) == config

@@ -1,0 +1,110 @@
+"""Command lines and YAML files become configurations; mistakes become one line that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dbsp_megatron.config.cli import INFER_ALIASES, TRAIN_ALIASES, expand_aliases, parse_infer, parse_train
+from dbsp_megatron.observability.run_folder import RunFolder
+
+
+def test_parse_train_reads_short_names() -> None:
+    words = "--sp-strategy usp --ulysses-degree 2 --ring-degree auto --data a.mp4 b --model wan2_1_1_3b --steps 7"
+    words += " --name x --wandb offline --skip-bad-data --engine native"
+    config = parse_train(words.split()).config
+    assert (config.sp.strategy, config.sp.ulysses_degree, config.sp.ring_degree) == ("usp", 2, "auto")
+    assert (config.data.paths, config.data.skip_bad_data) == (["a.mp4", "b"], True)
+    assert (config.model, config.train.steps, config.run.name) == ("wan2_1_1_3b", 7, "x")
+    assert (config.wandb.mode, config.train.engine) == ("offline", "native")
+
+
+def test_parse_train_flags_win_over_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train:\n  steps: 7\n  seed: 4\noptim:\n  lr: 1.0e-3\n")
+    config = parse_train(["--config", str(path), "--steps", "9"]).config
+    assert (config.train.steps, config.train.seed, config.optim.lr) == (9, 4, 1e-3)
+
+
+def test_parse_train_reads_the_saved_configuration_of_a_run(tmp_path: Path) -> None:
+    import dataclasses
+
+    config = parse_train(["--data", 'it\'s "odd".mp4', "--sp.block_size=16", "--mask.top_p=0.4"]).config
+    RunFolder(tmp_path, "run").write_config(dataclasses.asdict(config))
+    again = parse_train(["--config", str(tmp_path / "run" / "config.yaml")]).config
+    assert dataclasses.asdict(again) == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--stepz", "3"], "stepz"),
+        (["--train.stepz", "3"], "train.stepz"),
+        (["--steps", "many"], "train.steps"),
+        (["--train.precision", "fp64"], "train.precision"),
+        (["--optim.lr", "-1"], "optim.lr"),
+        (["--ring-degree", "few"], "sp.ring_degree"),
+        (["--sp.head_policy", "split"], "sp.head_policy"),
+        (["--engine", "megatron"], "train.engine=megatron is not available"),
+        (["--steps", "3", "--optim.warmup_steps", "4"], "optim.warmup_steps"),
+        (["--data"], "--data needs at least one path"),
+        (["--world-size", "0"], "--world-size"),
+        (["--run.name", "a/b"], "run.name"),
+        (["--train.micro_batch_size", "2"], "train.micro_batch_size"),
+        (["--train.eval_every", "2"], "train.eval_samples"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_parse_train_names_the_mistake(words: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        parse_train(words)
+
+
+def test_parse_train_names_unknown_keys_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train:\n  stepz: 7\n")
+    with pytest.raises(ValueError, match="stepz"):
+        parse_train(["--config", str(path)])
+
+
+def test_expand_aliases() -> None:
+    assert expand_aliases(["--data", "a", "b c", "--print-config"], TRAIN_ALIASES) == [
+        '--data.paths=["a", "b c"]',
+        "--print_config",
+    ]
+    assert expand_aliases(["--skip-bad-data", "false"], TRAIN_ALIASES) == ["--data.skip_bad_data", "false"]
+    assert expand_aliases(["--seed=3"], INFER_ALIASES) == ["--sample.seed=3"]
+
+
+@pytest.mark.parametrize(("parse", "key"), [(parse_train, "--train.ema_decay"), (parse_infer, "--sample.shift")])
+def test_help_explains_every_field(
+    parse: Callable[[list[str]], object], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    explanation = shown[shown.index(f"{key} ") :][:200]
+    assert "weights" in explanation or "noise" in explanation
+    assert "--sp-strategy = --sp.strategy" in shown
+
+
+def test_print_config_is_a_usable_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_train(["--steps", "12", "--print-config"])
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["train"]["steps"] == 12
+    path = tmp_path / "printed.yaml"
+    path.write_text(text)
+    assert parse_train(["--config", str(path)]).config.train.steps == 12
+
+
+def test_parse_infer_takes_defaults_of_the_run() -> None:
+    defaults = {"sp.block_size": 16, "mask.top_p": 0.3}
+    config = parse_infer(["--checkpoint", "runs/a", "--mask.top_p", "0.9"], defaults).config
+    assert (config.sp.block_size, config.mask.top_p) == (16, 0.9)
+    with pytest.raises(ValueError, match="checkpoint must name"):
+        parse_infer([])

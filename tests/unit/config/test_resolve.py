@@ -1,0 +1,84 @@
+"""Degrees, batch and model are checked against one another and the number of processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_megatron.config import InferConfig, TrainConfig
+from dbsp_megatron.config.resolve import count_parameters, resolve_mesh, with_degrees
+from dbsp_megatron.config.sections import LoopConfig, SampleConfig
+from dbsp_megatron.data import DataConfig
+from dbsp_megatron.models.dit.config import load_model_config
+from dbsp_megatron.strategy import SequenceParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("strategy", "degrees", "world", "expected"),
+    [
+        ("dbsp", ("auto", "auto"), 4, (4, 1, 1)),
+        ("dbsp", ("auto", "auto"), 8, (4, 2, 1)),
+        ("dbsp", (2, "auto"), 8, (2, 4, 1)),
+        ("dbsp", (2, 2), 8, (2, 2, 2)),
+        ("usp", ("auto", 3), 6, (2, 3, 1)),
+        ("ulysses", ("auto", "auto"), 4, (4, 1, 1)),
+        ("ulysses", (2, "auto"), 4, (2, 1, 2)),
+        ("ring", ("auto", 2), 4, (1, 2, 2)),
+        ("none", ("auto", "auto"), 4, (1, 1, 4)),
+    ],
+)
+def test_resolve_mesh(
+    strategy: str, degrees: tuple[int | str, int | str], world: int, expected: tuple[int, int, int]
+) -> None:
+    """Six heads: an automatic Ulysses degree of 8 would leave two ranks without any."""
+    sp = SequenceParallelConfig(strategy=strategy, ulysses_degree=degrees[0], ring_degree=degrees[1])  # type: ignore[arg-type]
+    mesh = resolve_mesh(sp, world, num_heads=6)
+    assert (mesh.ulysses_degree, mesh.ring_degree, mesh.dp_size) == expected
+    assert with_degrees(sp, mesh).ring_degree == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "degrees", "world"),
+    [("dbsp", (3, "auto"), 4), ("dbsp", (4, 2), 4), ("none", (2, "auto"), 4), ("ulysses", (2, 2), 4)],
+)
+def test_resolve_mesh_refuses(strategy: str, degrees: tuple[int, int | str], world: int) -> None:
+    sp = SequenceParallelConfig(strategy=strategy, ulysses_degree=degrees[0], ring_degree=degrees[1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sp\."):
+        resolve_mesh(sp, world, num_heads=6)
+
+
+def test_train_config_describes_the_run() -> None:
+    config = TrainConfig(train=LoopConfig(global_batch_size=4, steps=11), sp=SequenceParallelConfig(
+        ulysses_degree=2, ring_degree=2, block_size=48))  # fmt: skip
+    text = config.validate(8).describe()
+    model = load_model_config("dit_debug")
+    assert "8 = 2 data parallel x 4 sequence parallel" in text
+    assert "ulysses 2 x ring 2" in text
+    assert "2 to 3 of 11 (block size 48)" in text
+    assert "3 of 6" in text
+    assert "4 clips per step = 2 x 2 micro-batches of 1" in text
+    assert f"{count_parameters(model):,} parameters" in text
+
+
+def test_count_parameters_allocates_nothing() -> None:
+    """The largest model here has more weights than a test machine has memory for."""
+    assert count_parameters(load_model_config("wan2_1_14b")) > 13e9
+
+
+def test_train_config_refuses_batches_that_do_not_divide() -> None:
+    config = TrainConfig(sp=SequenceParallelConfig(ulysses_degree=2, ring_degree=1))
+    with pytest.raises(ValueError, match=r"train\.global_batch_size must be a multiple .* got 1; use 2"):
+        config.validate(4)
+
+
+def test_train_config_refuses_models_of_other_tokens() -> None:
+    with pytest.raises(ValueError, match="in_channels: 3"):
+        TrainConfig(model="wan2_1_1_3b").validate(1)
+    with pytest.raises(ValueError, match=r"data\.patch_size must be the patch size \[1, 8, 8\]"):
+        TrainConfig(data=DataConfig(patch_size=(1, 4, 4))).validate(1)
+
+
+def test_infer_config_refuses_text_settings_without_text() -> None:
+    model = load_model_config("dit_debug")
+    for sample, named in ((SampleConfig(guidance_scale=3.0), "guidance_scale"), (SampleConfig(context="a"), "context")):
+        with pytest.raises(ValueError, match=rf"sample\.{named}"):
+            InferConfig(checkpoint="x", sample=sample).validate(1, model, (1, 2, 2))

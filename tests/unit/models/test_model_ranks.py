@@ -1,0 +1,182 @@
+"""VideoDiT over several ranks: sequence parallel and tensor parallel results equal one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.model import VideoDiT
+from tests.harness import run_ranks
+from tests.unit.models.cores import (
+    MODES,
+    DenseCore,
+    GatherCore,
+    gradients,
+    loss_weight,
+    make_inputs,
+    make_model,
+    randomize,
+    sequence_length,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.timeout(300)
+START_S = 240  # the first call imports megatron-core on every rank, which takes long on a busy machine
+
+
+def run_whole(config: DiTConfig, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients in one process."""
+    model = make_model(config)
+    out = model(**inputs)
+    (out * loss_weight(config)).sum().backward()
+    return out.detach(), gradients(model)
+
+
+@contextmanager
+def noted_collectives() -> Iterator[list[str]]:
+    """Notes every collective of this process while it is open."""
+    seen: list[str] = []
+
+    def noting(name: str, original: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return original(*args, **kwargs)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
+            patch.setattr(dist, name, noting(name, getattr(dist, name)))
+        yield seen
+
+
+def sequence_parallel_rank(
+    rank: int, world_size: int, config: DiTConfig, parts: list[list[int]], context_len: int | None
+) -> dict[str, Any]:
+    """One rank's outputs, gradients and number of collectives; the core attention is the only one to communicate."""
+    whole = make_inputs(config, context_len=context_len)
+    positions = torch.tensor(parts[rank], dtype=torch.int64)
+    video = positions[positions >= config.sequence_text_len] - config.sequence_text_len
+    model = make_model(config, GatherCore)
+    with noted_collectives() as seen:
+        out = model(**(whole | {"positions": positions, "video_tokens": whole["video_tokens"][:, video]}))
+        in_forward = len(seen)
+        (out * loss_weight(config)[:, video]).sum().backward()
+    grads = gradients(model)
+    return {"video": video, "out": out.detach(), "grads": grads, "in_forward": in_forward, "all": len(seen)}
+
+
+def strided(length: int, world_size: int) -> list[list[int]]:
+    return [list(range(rank, length, world_size)) for rank in range(world_size)]
+
+
+def uneven(length: int) -> list[list[int]]:
+    """Rank 0 holds some text only, rank 1 nothing, rank 2 the rest."""
+    return [[0, 1], [], list(range(2, length))]
+
+
+@pytest.mark.parametrize("text", MODES)
+@pytest.mark.parametrize("split", ["strided", "uneven"])
+def test_sequence_parallel_equals_one_process(text: str, split: str) -> None:
+    """Traps B23, B25, B31, B33: positions, joint text and replicated context, also on ranks without tokens."""
+    config = tiny_config(text)
+    length = sequence_length(config)
+    parts = strided(length, 2) if split == "strided" else uneven(length)
+    context_len = 7 if text == "cross" else None
+    expected, expected_grads = run_whole(config, make_inputs(config, context_len=context_len))
+    ranks = run_ranks(sequence_parallel_rank, len(parts), config, parts, context_len, timeout_s=START_S)
+    for result in ranks:
+        torch.testing.assert_close(result["out"], expected[:, result["video"]])
+        # The core gathers lengths and keys once per layer and reduces once in the backward; nothing else communicates.
+        assert result["in_forward"] == 2 * config.num_attention_layers
+        assert result["all"] == 3 * config.num_attention_layers
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(
+            sum(result["grads"][name] for result in ranks), grad, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def tensor_parallel_rank(rank: int, world_size: int, config: DiTConfig, use_parallel_state: bool) -> dict[str, Any]:
+    """One tensor-parallel rank: output, gradients, how they are split, initial weights, checkpoint shapes."""
+    if use_parallel_state:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+        model = VideoDiT(config, core_attention=DenseCore)
+    else:
+        groups = ProcessGroupCollection(tp=dist.group.WORLD, cp=None, pp=None)
+        model = VideoDiT(config, core_attention=DenseCore, pg_collection=groups)
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = model.double()
+    randomize(model, rank, world_size)
+    out = model(**make_inputs(config))
+    (out * loss_weight(config)).sum().backward()
+    dims = {
+        name: p.partition_dim if getattr(p, "tensor_model_parallel", False) else None
+        for name, p in model.named_parameters()
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    if use_parallel_state:
+        sharded = model.sharded_state_dict()
+        shapes = {key: tuple(value.global_shape) for key, value in sharded.items() if hasattr(value, "global_shape")}
+        parallel_state.destroy_model_parallel()
+    return {"out": out.detach(), "grads": gradients(model), "dims": dims, "initial": initial, "shapes": shapes}
+
+
+@pytest.mark.parametrize("text", MODES)
+def test_tensor_parallel_equals_one_process(text: str) -> None:
+    config = tiny_config(text)
+    expected, expected_grads = run_whole(config, make_inputs(config))
+    initial = dict(VideoDiT(config, core_attention=DenseCore).named_parameters())
+    ranks = run_ranks(tensor_parallel_rank, 2, config, True, timeout_s=START_S)
+    dims = ranks[0]["dims"]
+    assert any(dim is not None for dim in dims.values())
+    for result in ranks:
+        torch.testing.assert_close(result["out"], expected)
+        # The checkpoint sees whole tensors, whatever the split.
+        assert {key: shape for key, shape in result["shapes"].items() if not key.endswith("_extra_state")} == {
+            name: tuple(parameter.shape) for name, parameter in initial.items()
+        }
+    for name, grad in expected_grads.items():
+        for key, whole in (("grads", grad), ("initial", initial[name].detach())):
+            pieces = [result[key][name] for result in ranks]
+            if dims[name] is None:
+                assert torch.equal(pieces[0], pieces[1]), name
+                joined = pieces[0]
+            else:
+                joined = torch.cat(pieces, dims[name])
+            torch.testing.assert_close(joined, whole, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_tensor_parallel_works_with_given_groups() -> None:
+    """Megatron's parallel_state need not be initialised."""
+    config = tiny_config("cross")
+    expected, _ = run_whole(config, make_inputs(config))
+    for result in run_ranks(tensor_parallel_rank, 2, config, False, timeout_s=START_S):
+        torch.testing.assert_close(result["out"], expected)
+
+
+def refused_rank(rank: int, world_size: int, config: DiTConfig, group: str) -> str:
+    groups = ProcessGroupCollection(**({"tp": None, "cp": None, "pp": None} | {group: dist.group.WORLD}))
+    try:
+        VideoDiT(config, core_attention=DenseCore, pg_collection=groups)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_video_dit_refuses_heads_that_tensor_parallelism_cannot_split() -> None:
+    messages = run_ranks(refused_rank, 2, tiny_config("none", num_kv_heads=1), "tp", timeout_s=START_S)
+    assert all("num_kv_heads must be divisible by the tensor-parallel size 2; got 1" in text for text in messages)
+
+
+def test_video_dit_refuses_pipeline_parallelism() -> None:
+    messages = run_ranks(refused_rank, 2, tiny_config("none"), "pp", timeout_s=START_S)
+    assert all("pipeline parallel size must be 1" in text for text in messages)
