@@ -29,6 +29,9 @@ KERNELS = REPO_ROOT / "kernels"
 def pytest_configure(config: pytest.Config) -> None:
     """One thread per process: ranks are processes, and xdist workers share the cores."""
     torch.set_num_threads(1)
+    # On first use torch.device("meta") remembers torch's constructors; the poisoned ones would allocate real memory.
+    with torch.device("meta"):
+        torch.empty(0)
 
 
 def _missing(marker: str) -> str | None:

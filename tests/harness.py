@@ -1,4 +1,4 @@
-"""Runs one function on several ranks: pooled spawned workers, gloo (or NCCL), a file store, a time limit, readable failures."""
+"""Runs one function on several ranks: pooled spawned workers, gloo or NCCL, a file store, readable failures."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank of a fresh default process group.
 
-    Worker processes are kept for later calls (importing torch takes seconds); the process group and its store are new each
-    time. After a failure the workers of that call are killed and replaced.
+    Worker processes are kept for later calls (importing torch takes seconds); the process group and its store are new
+    each time. After a failure the workers of that call are killed and replaced.
 
     Args:
         fn: function at module level; it is found again in the workers by file and name, so its file needs no package.
@@ -184,7 +184,9 @@ class _Pool:
         missing = [rank for rank in range(len(workers)) if rank not in results]
         if missing:
             stacks = "\n".join(f"--- rank {rank}\n{workers[rank].stack_dump()}" for rank in missing)
-            raise RankTimeoutError(f"{name}: ranks {missing} of {len(workers)} still run after {timeout_s:g} s\n{stacks}")
+            raise RankTimeoutError(
+                f"{name}: ranks {missing} of {len(workers)} still run after {timeout_s:g} s\n{stacks}"
+            )
         return [results[rank] for rank in range(len(workers))]
 
     def close(self) -> None:
@@ -266,8 +268,8 @@ def _run_job(
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
-    # After a failure the group stays up until the parent kills the worker: closing it would make the other ranks fail too,
-    # and their broken connections would hide the cause.
+    # After a failure the group stays up until the parent kills the worker: closing it would make the other ranks fail
+    # too, and their broken connections would hide the cause.
     result = fn(rank, world_size, *args)
     dist.barrier()
     dist.destroy_process_group()

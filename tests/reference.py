@@ -1,4 +1,4 @@
-"""The slow, obvious twin of block-sparse attention in fp64 on the whole sequence, and the random inputs the tests feed to both."""
+"""The slow, obvious twin of block-sparse attention, fp64 on the whole sequence, and the random inputs of the tests."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def attention_reference(
         scale: factor on the scores, default `D ** -0.5`.
 
     Returns:
-        out fp64 [B, Sq, H, Dv] and lse fp64 [B, H, Sq] (natural log). A row that may see no key has output 0, lse -inf and
-        passes no gradient.
+        out fp64 [B, Sq, H, Dv] and lse fp64 [B, H, Sq] (natural log). A row that may see no key has output 0, lse -inf
+        and passes no gradient.
     """
     group = q.shape[2] // k.shape[2]
     q64 = q.double().permute(0, 2, 1, 3)
@@ -65,7 +65,7 @@ def attention_reference(
         allowed = torch.ones(1, 1, q.shape[1], k.shape[1], dtype=torch.bool)
     allowed = allowed.expand(scores.shape)
     empty = ~allowed.any(dim=-1)
-    # An empty row is computed as if all its scores were 0, then replaced, so that no NaN arises in the backward pass either.
+    # An empty row is computed as if its scores were 0, then replaced, so that no NaN arises in the backward pass.
     safe = torch.where(allowed, scores, float("-inf")).masked_fill(empty[..., None], 0.0)
     if k.shape[1] == 0:
         out = q64.new_zeros(*q64.shape[:3], v.shape[-1]) + 0.0 * q64.sum()
@@ -156,7 +156,7 @@ def random_blocks(
 
 @contextmanager
 def nan_filled_memory() -> Iterator[None]:
-    """Uninitialised tensors read as NaN (or the largest integer) inside, so that using one before it is written shows."""
+    """Uninitialised tensors read as NaN (or the largest integer) inside, so that reading one too early shows."""
     # The public switch is torch.use_deterministic_algorithms; it imports torch._inductor first, seconds per process.
     before = torch.are_deterministic_algorithms_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)

@@ -1,6 +1,7 @@
 """Peak memory of the blockwise attention engine beside dense attention, forward and backward.
 
-Every measurement runs in a process of its own. On CPU the peak is the growth of the resident set, on CUDA the allocator's.
+Every measurement runs in a process of its own. On CPU the peak is the growth of the resident set, on CUDA that of the
+allocator.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def main() -> None:
         mib = measure(args.one, seqlen, args.heads, args.head_dim, args.block, args.density, args.device)
         print(json.dumps(mib))
         return
-    print(f"heads {args.heads}, head_dim {args.head_dim}, block {args.block}, density {args.density}, {args.device}, fp32")
+    sizes = f"heads {args.heads}, head_dim {args.head_dim}, block {args.block}, density {args.density}"
+    print(f"{sizes}, {args.device}, fp32, torch {torch.__version__}")
     print("| tokens | dense MiB | blockwise MiB | ratio |\n|---|---|---|---|")
     for seqlen in args.seqlens:
         peaks = []

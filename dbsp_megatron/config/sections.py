@@ -128,6 +128,8 @@ class RunConfig:
     """Folder of all runs."""
     resume: str = "auto"
     """auto: from the newest good checkpoint of this run, if any; never; or the path of a checkpoint or run."""
+    plots: bool = True
+    """Draw loss, imbalance and masks at the end."""
     stop_file: str = ""
     """The run saves and ends when this file appears, as on SIGTERM; for launchers that cannot signal ranks."""
 

@@ -34,8 +34,8 @@ class DualBalanced(SequenceParallelStrategy):
     def plan(self, workload: Workload) -> PartitionPlan:
         """Heads by `head_policy`; blocks stay at home unless `block_policy` is paper.
 
-        With `head_policy="auto"` heads leave their contiguous places only for a gain above `replan_gain`: a smaller one is
-        lost again as soon as the counts drift.
+        With `head_policy="auto"` heads leave their contiguous places only for a gain above `replan_gain`: a smaller one
+        is lost again as soon as the counts drift.
         """
         planned = self._plan(workload, self.config.head_policy)
         if self.config.head_policy != "auto" or planned.head_policy == "contiguous":

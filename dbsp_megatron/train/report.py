@@ -42,7 +42,8 @@ class RunReport:
     def finish(self, config: TrainConfig) -> int:
         """Write and print the report; returns the exit code. Collective: masks are gathered."""
         layers = self._sp.layer_stats()
-        masks = {index: self._sp.layer_mask(index) for index in _spread(len(layers), _NUM_PICTURED_LAYERS)}
+        pictured = _spread(len(layers), _NUM_PICTURED_LAYERS) if config.run.plots else []
+        masks = {layer: self._sp.layer_mask(layer) for layer in (layers[index]["layer"] for index in pictured)}
         if not self._world.is_main:
             return int(self._world.broadcast(None))
         rows = read_metrics(self._folder.path)
@@ -56,11 +57,14 @@ class RunReport:
         faults = check_faults(summary, balanced=self._sp.size > 1) if config.train.check else []
         summary["check"] = {"asked": config.train.check, "faults": faults}
         write_text(self._folder.path / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        # Before the pictures, which may take longer than the others can wait in a collective.
+        code = int(self._world.broadcast(CHECK_FAILED_CODE if faults else 0))
         print(closing_table(rows, layers, self._sp.stats()), flush=True)
-        self._draw(rows, masks, config)
+        if config.run.plots:
+            self._draw(rows, masks, config)
         for fault in faults:
             logger.error("train.check failed: %s", fault)
-        return int(self._world.broadcast(CHECK_FAILED_CODE if faults else 0))
+        return code
 
     def _draw(
         self,

@@ -1,4 +1,4 @@
-"""Steps that the distributed tests share: one sharded attention with gradients, refusals by rank, a log of collectives."""
+"""Steps that the distributed tests share: a sharded attention with gradients, refusals, a log of collectives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ COLLECTIVES = (
 )
 
 
-def make_sp(strategy: str = "dbsp", ulysses: int | str = "auto", ring: int | str = "auto", **options: Any) -> SequenceParallel:
+def make_sp(
+    strategy: str = "dbsp", ulysses: int | str = "auto", ring: int | str = "auto", **options: Any
+) -> SequenceParallel:
     """A SequenceParallel on the default group."""
     config = SequenceParallelConfig(
         strategy=strategy,

@@ -81,7 +81,7 @@ def _meshes_of_parts(rank: int, world_size: int, parts: list[list[int]]) -> None
     ids=str,
 )
 def test_groups_nest_in_a_part_of_the_world(parts: list[list[int]]) -> None:
-    """Data-parallel replicas each build their own meshes, also of unequal size, and none waits for another (Trap B71)."""
+    """Data-parallel replicas build their own meshes, also of unequal size; none waits for another (Trap B71)."""
     run_ranks(_meshes_of_parts, sum(map(len, parts)), parts)
 
 
@@ -213,7 +213,7 @@ def _megatron(rank: int, world_size: int, degree: int, sizes: list[int] | None) 
     ("degree", "sizes"), [(4, None), (4, [2, 2]), (2, None)], ids=["cp4", "cp4-hierarchical", "dp2-cp2"]
 )
 def test_groups_from_megatron_equal_its_hierarchical_groups(degree: int, sizes: list[int] | None) -> None:
-    """Inside Megatron's cp group: Ulysses is its inner level, ring the outer one, also beside data parallelism (Trap B37)."""
+    """In Megatron's cp group: Ulysses is its inner level, ring the outer, also beside data parallelism (Trap B37)."""
     assert hierarchical_sizes(2, 2) == [2, 2]
     assert hierarchical_sizes(4, 2) == [4, 2]
     run_ranks(_megatron, 4, degree, sizes, timeout_s=100)

@@ -1,4 +1,4 @@
-"""Every strategy on every mesh yields the single-process outputs and gradients, whatever the lengths, heads and masks."""
+"""Every strategy on every mesh yields the single-process outputs and gradients, whatever lengths, heads and masks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ SHAPES = (
 ULYSSES_ONLY_SHAPES = (Shape(75, 5, 5, 1, 1, (8, 12, 5)), Shape(49, 4, 2, 2, 2, (8, 16, 64)))
 """Mask blocks that do not nest in layout blocks: legal where no ring cuts the sequence."""
 
-POLICIES = (("auto", "auto"), ("paper", "paper"), ("lpt_swap", "stripe"), ("contiguous", "contiguous"), ("auto", "paper"))
+POLICIES = (
+    ("auto", "auto"),
+    ("paper", "paper"),
+    ("lpt_swap", "stripe"),
+    ("contiguous", "contiguous"),
+    ("auto", "paper"),
+)
 
 
 @dataclass(frozen=True)

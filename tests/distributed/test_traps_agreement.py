@@ -102,7 +102,7 @@ def _disagree(rank: int, world_size: int, kind: str) -> list[tuple[str, str, flo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_that_differ_raise_on_every_rank(kind: str) -> None:
-    """The same ValueError everywhere, at once, before any exchange; afterwards the object still works (Traps B65, B67)."""
+    """The same ValueError everywhere, at once, before any exchange; then the object still works (Traps B65, B67)."""
     for mesh in zip(*run_ranks(_disagree, 2, kind), strict=True):
         label = mesh[0][0]
         messages = [message for _, message, _ in mesh]

@@ -13,7 +13,15 @@ from dbsp_megatron import BlockMask
 from dbsp_megatron.comm.collectives import RingHop, all_to_all_flat, gather_rows, gather_vectors
 from tests.distributed.sharded import check, make_sp, random_problem, refusal, sharded_gradients
 from tests.harness import run_ranks
-from tests.reference import FP32_ATOL, Gradients, attention_gradients, expand_blocks, max_error
+from tests.reference import (
+    FP32_ATOL,
+    Gradients,
+    attention_gradients,
+    expand_blocks,
+    max_error,
+    random_blocks,
+    random_qkv,
+)
 
 MESHES_4 = [("ulysses", 4, 1), ("usp", 2, 2), ("dbsp", 4, 1), ("dbsp", 2, 2), ("dbsp", 1, 4)]
 
@@ -26,13 +34,20 @@ def _heads(rank: int, world_size: int) -> list[str]:
         sp.destroy()
     return [
         refusal(lambda u=u, r=r, s=s: make_sp(s, u, r))  # type: ignore[misc]
-        for s, u, r in [("usp", 4, 2), ("dbsp", 3, 1), ("dbsp", 2, 1), ("ulysses", 2, 1), ("ring", 1, 2), ("dbsp", "auto", 3)]
+        for s, u, r in [
+            ("usp", 4, 2),
+            ("dbsp", 3, 1),
+            ("dbsp", 2, 1),
+            ("ulysses", 2, 1),
+            ("ring", 1, 2),
+            ("dbsp", "auto", 3),
+        ]
     ]
 
 
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "python-O"])
 def test_heads_that_do_not_divide_and_degrees_that_do_not_fit(optimised: bool) -> None:
-    """Six heads on U=4: right. U * R != ranks: the same ValueError everywhere, with the numbers, also under -O (Trap B01)."""
+    """Six heads on U=4: right. U * R != ranks: one ValueError everywhere, with numbers, also under -O (Trap B01)."""
     found = run_ranks(_heads, 4, env={"PYTHONOPTIMIZE": "1"} if optimised else None)
     assert all(messages == found[0] for messages in found)
     for message, numbers in zip(found[0], [(4, 2, 4), (3, 1, 4), (2, 1, 4), (2, 4), (2, 4), (3, 4)], strict=True):
@@ -87,14 +102,20 @@ def _groups_of_heads(rank: int, world_size: int) -> None:
             q, k, v, dout = inputs
             wrong = v[:, :, torch.arange(heads) % kv_heads]
             allowed = expand_blocks(mask.blocks, 4, 4, 21, 21)
-            if 1 < kv_heads:
+            if kv_heads > 1:
                 off = attention_gradients(q, k[:, :, torch.arange(heads) % kv_heads], wrong, allowed, dout)
                 assert max_error(off.out, want.out) > 0.1, "the test cannot tell the right map from the wrong one"
+        q, k, _, _ = random_qkv(1, 1, 21, 6, 8, num_kv_heads=2)
+        _, _, v, dout = random_qkv(2, 1, 21, 6, 12, num_kv_heads=2)
+        blocks = random_blocks(3, 1, 6, 6, 6)
+        want = attention_gradients(q, k, v, expand_blocks(blocks, 4, 4, 21, 21), dout)
+        got = sharded_gradients(sp, (q, k, v, dout), BlockMask(blocks, 4, 4, 21, 21), 4, layer=9)
+        check(got, want, FP32_ATOL, f"{strategy} U{u}R{r} D8 Dv12")
         sp.destroy()
 
 
 def test_grouped_heads_on_more_ranks_than_kv_heads() -> None:
-    """U above Hkv, ratios that are not square: dk, dv are summed once over the ranks that read them (Traps B39, B41)."""
+    """U above Hkv, ratios that are not square: dk, dv are summed once over their readers (Traps B39, B41)."""
     run_ranks(_groups_of_heads, 4)
 
 
@@ -129,7 +150,7 @@ def _fused(rank: int, world_size: int) -> None:
 
 
 def test_views_of_a_fused_buffer() -> None:
-    """q, k, v cut from one [B, S, 3, H, D] buffer, and strided views: right, and the buffer is not written (Trap B45)."""
+    """q, k, v cut from one [B, S, 3, H, D] buffer, and strided views: right, the buffer is not written (Trap B45)."""
     run_ranks(_fused, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def _tail(rank: int, world_size: int) -> None:
 
 
 def test_short_tail_is_computed_and_repeats_bitwise() -> None:
-    """Eighteen tokens in blocks of four on four ranks: no row is zero, five runs agree bit for bit (Traps B09, B103)."""
+    """Eighteen tokens in blocks of four on four ranks: no row is zero, five runs agree bitwise (Traps B09, B103)."""
     run_ranks(_tail, 4)
 
 
@@ -92,14 +93,15 @@ def _positions(rank: int, world_size: int, seqlen: int, block_size: int) -> list
 
 @pytest.mark.parametrize(("seqlen", "block_size"), [(16, 4), (16, 8), (2, 1), (13, 4)])
 def test_positions_are_the_global_token_indices(seqlen: int, block_size: int) -> None:
-    """Rotary angles taken from `positions` rotate each token by its global place, also with one token per rank (Trap B25)."""
+    """Rotary angles from `positions` rotate each token by its global place, also with one token a rank (Trap B25)."""
     ranks = run_ranks(_positions, 2, seqlen, block_size)
     for index in range(2):
         positions = [rank[index] for rank in ranks]
-        assert sorted(sum(positions, [])) == list(range(seqlen))
+        assert sorted(chain.from_iterable(positions)) == list(range(seqlen))
         assert all(held == sorted(held) for held in positions)
     contiguous = [rank[0] for rank in ranks]
-    first = -(-(-(-seqlen // block_size)) // 2) * block_size
+    num_blocks = -(-seqlen // block_size)
+    first = (num_blocks + 1) // 2 * block_size
     assert contiguous[1][0] == first
     if seqlen == 16:
         assert first == 8
@@ -128,7 +130,7 @@ def test_gather_of_shard_is_the_identity(meshes: list[tuple[int, int]]) -> None:
     """Bitwise, for every layout, mesh and dim; the ranks' positions partition the sequence (Trap B27)."""
     held = run_ranks(_round_trip, meshes[0][0] * meshes[0][1], meshes)
     for parts in zip(*held, strict=True):
-        tokens = sorted(sum(parts, []))
+        tokens = sorted(chain.from_iterable(parts))
         assert tokens == list(range(len(tokens)))
 
 
@@ -146,10 +148,10 @@ def _stripes(rank: int, world_size: int, u: int, r: int) -> list[int]:
 
 @pytest.mark.parametrize(("u", "r"), [(4, 2), (2, 4)])
 def test_layout_follows_both_degrees(u: int, r: int) -> None:
-    """After the all-to-all inside a Ulysses group, a ring rank holds every R-th block, for (4,2) and (2,4) (Trap B27)."""
+    """After the all-to-all in a Ulysses group, a ring rank holds every R-th block, for (4,2) and (2,4) (Trap B27)."""
     held = run_ranks(_stripes, 8, u, r)
     for ring_rank in range(r):
-        blocks = sorted(sum(held[ring_rank * u : (ring_rank + 1) * u], []))
+        blocks = sorted(chain.from_iterable(held[ring_rank * u : (ring_rank + 1) * u]))
         assert len({block % r for block in blocks}) == 1
         assert len(blocks) == 16 // r
 

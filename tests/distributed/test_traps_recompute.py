@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_megatron import BlockMask, SequenceParallel
-from dbsp_megatron.masks import MaskMethod, TopPMask
+from dbsp_megatron.masks import MaskMethod, TopPMask, pool_blocks
 from tests.distributed.sharded import check, is_equal, make_sp, random_problem, recorded_collectives, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL, attention_gradients, expand_blocks, max_error, random_blocks, random_qkv
@@ -35,7 +35,7 @@ class _Blocks(torch.nn.Module):
         return x + self.sp.attention(q, k, v, mask=self.mask, layer=layer, layout=self.layout).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # One gradient per call reaches the caller's leaf, so that the order of its additions does not depend on recompute.
+        # One gradient per call reaches the caller's leaf, so that recompute cannot change the order of additions.
         x = x.clone()
         for layer in range(2):
             if self.recompute is None:
@@ -53,7 +53,7 @@ def _recompute(rank: int, world_size: int, use_method: bool) -> list[list[Any]]:
         for recompute in (None, False, True):
             sp = make_sp("dbsp", u, r, block_size=8)
             model = _Blocks(sp, mask, 29, recompute)
-            grads = []
+            grads: list[Tensor] = []
             with recorded_collectives() as log:
                 for step in range(3):
                     sp.begin_step(step)
@@ -62,7 +62,7 @@ def _recompute(rank: int, world_size: int, use_method: bool) -> list[list[Any]]:
                     out = model(local)
                     # Two losses on one graph of blocks, whose recompute must not swap collectives.
                     loss = out.square().sum() + model(local).sin().sum()
-                    grads += torch.autograd.grad(loss, [local, *model.weights]) if not recompute else _backward(loss, local, model)
+                    grads += _gradients(loss, [local, *model.weights])
             kept[recompute] = grads
             logs.append([(name, size) for name, size, *_ in log])
             sp.destroy()
@@ -72,9 +72,8 @@ def _recompute(rank: int, world_size: int, use_method: bool) -> list[list[Any]]:
     return logs
 
 
-def _backward(loss: Tensor, local: Tensor, model: _Blocks) -> list[Tensor]:
-    """Reentrant checkpoints work with backward() only."""
-    leaves = [local, *model.weights]
+def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Gradients by backward(): reentrant checkpoints do not work with autograd.grad."""
     loss.backward()
     grads = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
     for leaf in leaves:
@@ -85,7 +84,7 @@ def _backward(loss: Tensor, local: Tensor, model: _Blocks) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("use_method", [False, True], ids=["block-mask", "mask-method"])
 def test_recompute_repeats_the_forward_exactly(world_size: int, use_method: bool) -> None:
-    """Checkpointed blocks give bitwise the gradients of plain ones, and all ranks log the same collectives (Trap B89)."""
+    """Checkpointed blocks give bitwise the gradients of plain ones; all ranks log the same collectives (Trap B89)."""
     logs = run_ranks(_recompute, world_size, use_method)
     assert all(logs[0])
     # A ring rank may have nothing to send in a hop, so only what every rank must join is compared there.
@@ -199,8 +198,6 @@ def _method_parity(rank: int, world_size: int) -> None:
     inputs = random_qkv(3, 2, 53, 6, 8, num_kv_heads=3)
     inputs = (inputs[0] * 3, *inputs[1:])
     single = TopPMask(0.6)
-    from dbsp_megatron.masks import pool_blocks
-
     blocks = single.predict(pool_blocks(inputs[0], 8), pool_blocks(inputs[1], 8), 0, 0, None)
     want = attention_gradients(*inputs[:3], expand_blocks(blocks, 8, 8, 53, 53), inputs[3])
     for u, r in ((4, 1), (2, 2), (1, 4)):

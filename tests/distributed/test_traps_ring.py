@@ -85,7 +85,7 @@ def _projection(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_projection_weight_gradient_summed_over_ranks(world_size: int) -> None:
-    """The qkv weight's gradient, summed over ranks, equals the single process's: no factor of the degree (Traps B19, B55)."""
+    """The qkv weight's gradient, summed over ranks, is the single process's: no stray factor (Traps B19, B55)."""
     run_ranks(_projection, world_size)
 
 
@@ -111,7 +111,7 @@ def _precision(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ring_degree", [2, 4, 8])
 def test_bf16_error_does_not_grow_with_the_ring(ring_degree: int) -> None:
-    """Partial results are kept in fp32 and rounded once: mean errors stay within 1.2 times those of R = 1 (Trap B21)."""
+    """Partial results stay in fp32 and are rounded once: mean errors are within 1.2 times those of R = 1 (Trap B21)."""
     errors = run_ranks(_precision, ring_degree)[0]
     for strategy in ("ring", "dbsp"):
         for name, error in errors[strategy].items():

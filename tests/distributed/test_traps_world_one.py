@@ -1,4 +1,4 @@
-"""Traps of a single process: no process group is needed, nothing is sent, and the result is plain attention bit for bit."""
+"""Traps of a single process: no process group is needed, nothing is sent, the result is plain attention bitwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from dbsp_megatron import SequenceParallel, SequenceParallelConfig, block_sparse_attention
-from tests.distributed.sharded import is_equal, make_sp, random_problem, recorded_collectives, refusal, sharded_gradients
+from tests.distributed.sharded import (
+    is_equal,
+    make_sp,
+    random_problem,
+    recorded_collectives,
+    refusal,
+    sharded_gradients,
+)
 from tests.harness import run_ranks
 from tests.reference import Gradients
 

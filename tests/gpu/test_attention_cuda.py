@@ -15,7 +15,9 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)], ids=["fp32", "bf16", "fp16"]
+    ("dtype", "limit"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)],
+    ids=["fp32", "bf16", "fp16"],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_block_sparse_attention_equals_reference_on_cuda(dtype: torch.dtype, limit: float, seed: int) -> None:

@@ -75,7 +75,7 @@ def make_config(
         mask=MaskConfig(top_p=0.5),
         optim=optim or OptimConfig(lr=3e-3, warmup_steps=1),
         train=LoopConfig(**(settings | loop)),
-        run=RunConfig(root=str(root), name="run"),
+        run=RunConfig(root=str(root), name="run", plots=False),
     )
 
 

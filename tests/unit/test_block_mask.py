@@ -19,7 +19,9 @@ def test_block_mask_seqlen_defaults_to_whole_blocks() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("block_q", "block_k", "seqlen_q", "seqlen_k"), [(8, 8, 37, 37), (16, 4, 33, 7), (5, 3, 1, 2)])
-def test_to_dense_equals_indexing_by_block(batch: int, block_q: int, block_k: int, seqlen_q: int, seqlen_k: int) -> None:
+def test_to_dense_equals_indexing_by_block(
+    batch: int, block_q: int, block_k: int, seqlen_q: int, seqlen_k: int
+) -> None:
     blocks = random_blocks(3, batch, 3, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
     mask = BlockMask(blocks, block_q, block_k, seqlen_q, seqlen_k)
     dense = mask.to_dense()

@@ -24,7 +24,8 @@ def test_build_mask_method_dense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "step", "is_dense"), [(0, 9, True), (1, 9, True), (2, 9, False), (9, 2, True), (9, 3, False), (0, 0, True)]
+    ("layer", "step", "is_dense"),
+    [(0, 9, True), (1, 9, True), (2, 9, False), (9, 2, True), (9, 3, False), (0, 0, True)],
 )
 def test_schedule_is_dense_for_first_layers_and_steps_only(layer: int, step: int, is_dense: bool) -> None:
     method = build_mask_method(MaskConfig(method="topp", top_p=0.2, dense_layers=2, dense_steps=3))

@@ -33,13 +33,12 @@ def _slow_top_p(q: Tensor, k: Tensor, top_p: float, min_blocks: int) -> Tensor:
                 top = max(scores)
                 weights = [math.exp(score - top) for score in scores]
                 total = math.fsum(weights)
-                mass, taken = 0.0, 0
-                for j in sorted(range(len(weights)), key=lambda j: (-weights[j], j)):
+                mass = 0.0
+                for taken, j in enumerate(sorted(range(len(weights)), key=lambda j: (-weights[j], j))):
                     if mass >= top_p and taken >= min_blocks:
                         break
                     keep[b, h, i, j] = True
                     mass += weights[j] / total
-                    taken += 1
     return keep
 
 

@@ -233,3 +233,35 @@ def test_video_dit_names_what_does_not_fit(text: str, change: dict[str, Any], me
     model = VideoDiT(config, core_attention=DenseCore)
     with pytest.raises(ValueError, match=message):
         model(**(make_inputs(config, torch.float32) | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("text", MODES)
+def test_video_dit_on_cuda_equals_cpu(text: str, recompute: str) -> None:
+    config = tiny_config(text, recompute=recompute)
+    results = []
+    for device in ("cpu", "cuda"):
+        model = make_model(config).to(device)
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in make_inputs(config).items()}
+        out = model(**inputs)
+        (out * loss_weight(config).to(device)).sum().backward()
+        results.append({name: grad.cpu() for name, grad in gradients(model).items()} | {"out": out.detach().cpu()})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", MODES)
+def test_video_dit_on_cuda_trains_under_bf16_autocast_and_without_tokens(text: str) -> None:
+    config = tiny_config(text, recompute="full")
+    model = make_model(config, dtype=torch.float32).cuda()
+    inputs = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in make_inputs(config, torch.float32).items()}
+    empty = inputs | {"positions": inputs["positions"][:0], "video_tokens": inputs["video_tokens"][:, :0]}
+    for given in (inputs, empty):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(**given)
+        out.float().square().sum().backward()
+        assert out.shape == (BATCH, given["video_tokens"].shape[1], 8)
+        assert all(grad.isfinite().all() for grad in gradients(model).values())

@@ -30,7 +30,16 @@ from tests.unit.models.cores import (
 )
 
 pytestmark = pytest.mark.timeout(300)
-START_S = 240  # the first call imports megatron-core on every rank, which takes long on a busy machine
+
+
+def import_rank(rank: int, world_size: int) -> None:
+    """Finding this function is what imports megatron-core on a rank."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_have_imported_megatron() -> None:
+    """On a busy machine the import takes longer than ranks wait for one another while they form a group."""
+    run_ranks(import_rank, 3, timeout_s=240, backend=None)
 
 
 def run_whole(config: DiTConfig, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -93,7 +102,7 @@ def test_sequence_parallel_equals_one_process(text: str, split: str) -> None:
     parts = strided(length, 2) if split == "strided" else uneven(length)
     context_len = 7 if text == "cross" else None
     expected, expected_grads = run_whole(config, make_inputs(config, context_len=context_len))
-    ranks = run_ranks(sequence_parallel_rank, len(parts), config, parts, context_len, timeout_s=START_S)
+    ranks = run_ranks(sequence_parallel_rank, len(parts), config, parts, context_len)
     for result in ranks:
         torch.testing.assert_close(result["out"], expected[:, result["video"]])
         # The core gathers lengths and keys once per layer and reduces once in the backward; nothing else communicates.
@@ -135,7 +144,7 @@ def test_tensor_parallel_equals_one_process(text: str) -> None:
     config = tiny_config(text)
     expected, expected_grads = run_whole(config, make_inputs(config))
     initial = dict(VideoDiT(config, core_attention=DenseCore).named_parameters())
-    ranks = run_ranks(tensor_parallel_rank, 2, config, True, timeout_s=START_S)
+    ranks = run_ranks(tensor_parallel_rank, 2, config, True)
     dims = ranks[0]["dims"]
     assert any(dim is not None for dim in dims.values())
     for result in ranks:
@@ -159,7 +168,7 @@ def test_tensor_parallel_works_with_given_groups() -> None:
     """Megatron's parallel_state need not be initialised."""
     config = tiny_config("cross")
     expected, _ = run_whole(config, make_inputs(config))
-    for result in run_ranks(tensor_parallel_rank, 2, config, False, timeout_s=START_S):
+    for result in run_ranks(tensor_parallel_rank, 2, config, False):
         torch.testing.assert_close(result["out"], expected)
 
 
@@ -173,10 +182,10 @@ def refused_rank(rank: int, world_size: int, config: DiTConfig, group: str) -> s
 
 
 def test_video_dit_refuses_heads_that_tensor_parallelism_cannot_split() -> None:
-    messages = run_ranks(refused_rank, 2, tiny_config("none", num_kv_heads=1), "tp", timeout_s=START_S)
+    messages = run_ranks(refused_rank, 2, tiny_config("none", num_kv_heads=1), "tp")
     assert all("num_kv_heads must be divisible by the tensor-parallel size 2; got 1" in text for text in messages)
 
 
 def test_video_dit_refuses_pipeline_parallelism() -> None:
-    messages = run_ranks(refused_rank, 2, tiny_config("none"), "pp", timeout_s=START_S)
+    messages = run_ranks(refused_rank, 2, tiny_config("none"), "pp")
     assert all("pipeline parallel size must be 1" in text for text in messages)
