@@ -194,3 +194,46 @@ def test_attention_on_one_rank_equals_reference(strategy: str) -> None:
     """A group of one rank works with every strategy (Trap B121)."""
     cases = [Case(strategy, 1, 1, ("auto", "auto"), shape, seed=i) for i, shape in enumerate(SHAPES)]
     assert run_ranks(_run_cases, 1, cases) == [[]]
+
+
+def _parts(rank: int, world_size: int, parts: list[list[int]]) -> list[str]:
+    groups = [dist.new_group(part) for part in parts]
+    index = next(i for i, part in enumerate(parts) if rank in part)
+    size = len(parts[index])
+    problems = []
+    for u, r in _meshes("dbsp", size):
+        config = SequenceParallelConfig(strategy="dbsp", ulysses_degree=u, ring_degree=r)
+        sp = SequenceParallel(config, group=groups[index])
+        case = Case("dbsp", u, r, ("auto", "auto"), SHAPES[(index + u) % len(SHAPES)], seed=index)
+        problems += _run_case(case, sp, rank, layer=0)
+        sp.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 2, 4, 5], [1, 3]]], ids=str)
+def test_attention_in_a_part_of_the_world(parts: list[list[int]]) -> None:
+    """Replicas with ranks of their own, not adjacent, of unequal size, work on different problems at once (Trap B71)."""
+    assert not [problem for rank in run_ranks(_parts, sum(map(len, parts)), parts) for problem in rank]
+
+
+def _without_gradient(rank: int, world_size: int) -> list[str]:
+    q, k, v, dout = random_qkv(5, 1, 45, 5, 8)
+    blocks = random_blocks(5, 1, 5, 6, 6)
+    want = attention_gradients(q, k, v, expand_blocks(blocks, 8, 8, 45, 45), dout)
+    problems = []
+    for u, r in _meshes("dbsp", world_size):
+        sp = SequenceParallel(SequenceParallelConfig(ulysses_degree=u, ring_degree=r), group=dist.group.WORLD)
+        layout = sp.layout(45, block_size=8)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                mask = BlockMask(blocks.clone(), 8, 8, 45, 45)
+                local = [layout.shard(x) for x in (q, k, v)]
+                out = layout.gather(sp.attention(*local, mask=mask, layer=0, layout=layout))
+            if max_error(out, want.out) > tolerance(out.dtype) or out.requires_grad:
+                problems.append(f"U{u}R{r} {mode.__name__}: off by {max_error(out, want.out):.3g}")
+    return problems
+
+
+def test_attention_without_gradients() -> None:
+    """Inside no_grad and inference_mode, masks made there included, the output is the same."""
+    assert run_ranks(_without_gradient, 4) == [[]] * 4
