@@ -13,7 +13,7 @@ from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.observability import RunFolder, closing_table, get_logger, read_metrics
 from dbsp_megatron.observability.atomic_file import write_text
-from dbsp_megatron.plan import PartitionPlan, block_homes, plan_partition
+from dbsp_megatron.plan import PartitionPlan, Workload, block_homes, evaluate_loads, plan_partition
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.distributed import World
 
@@ -138,6 +138,9 @@ def partition_arrays(blocks: np.ndarray, plan: PartitionPlan, block_size: int) -
     ulysses, ring = plan.ulysses_degree, plan.ring_degree
     mask = BlockMask(torch.from_numpy(blocks)[None], block_size, block_size)
     baseline = plan_partition(mask, ulysses, ring, head_policy="contiguous", block_policy="contiguous")
+    # The plan's own loads are those of the counts it was made from: other samples, maybe an older step.
+    workload = Workload.from_mask(mask, plan.q_block_home, plan.kv_block_home, ulysses * ring)
+    loads = evaluate_loads(plan.head_owner, plan.q_block_owner, plan.kv_block_owner, workload, ulysses, ring)
     return {
         "mask": blocks,
         "head_owner": plan.head_owner,
@@ -145,7 +148,7 @@ def partition_arrays(blocks: np.ndarray, plan: PartitionPlan, block_size: int) -
         "q_home_after": plan.q_block_home,
         "ring_owner": plan.q_block_owner,
         "loads_before": baseline.loads.sum(axis=2),
-        "loads_after": plan.loads.sum(axis=2),
+        "loads_after": loads.sum(axis=2),
         "head_owner_before": baseline.head_owner,
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -83,7 +82,7 @@ def _self_group() -> dist.ProcessGroup:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_dit_equals_one_process(world_size: int) -> None:
-    """All text modes with per-head masks; text that straddles ranks; fully masked rows (Traps B13, B23, B25, B31, B33)."""
+    """Text modes, per-head masks, text that straddles ranks, fully masked rows (Traps B13, B23, B25, B31, B33)."""
     cases = []
     for i, text in enumerate(MODES):
         ulysses = [u for u in range(1, world_size + 1) if world_size % u == 0]

@@ -212,7 +212,7 @@ def _parts(rank: int, world_size: int, parts: list[list[int]]) -> list[str]:
 
 @pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 2, 4, 5], [1, 3]]], ids=str)
 def test_attention_in_a_part_of_the_world(parts: list[list[int]]) -> None:
-    """Replicas with ranks of their own, not adjacent, of unequal size, work on different problems at once (Trap B71)."""
+    """Replicas with ranks of their own, not adjacent, of unequal size, work on different problems (Trap B71)."""
     assert not [problem for rank in run_ranks(_parts, sum(map(len, parts)), parts) for problem in rank]
 
 
