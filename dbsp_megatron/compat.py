@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import warnings
 from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -114,3 +116,17 @@ def open_video(path: str) -> InputContainer:
     if (version_tuple("av") or (19,)) < (19,):
         return av.open(path, mode="r", metadata_errors="ignore")
     return av.open(path, mode="r")
+
+
+def quiet_megatron() -> None:
+    """Leave out megatron-core's warnings that optional packages are absent; for commands, which say themselves what runs."""
+    for start in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=start, category=UserWarning)
+
+
+def data_parallel_options() -> dict[str, bool]:
+    """Arguments of DistributedDataParallel that keep it from broadcasting buffers (renamed in torch 2.13)."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}

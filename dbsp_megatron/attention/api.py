@@ -48,7 +48,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have one head dim, got {q.shape[3]} and {k.shape[3]}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]:
         raise ValueError(f"query heads must be a multiple of kv heads, got H={q.shape[2]} and Hkv={k.shape[2]}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -84,6 +84,11 @@ def block_sparse_attention(
         ValueError: inputs and mask do not fit together.
     """
     check_qkv(q, k, v)
+    if not isinstance(mask, BlockMask):
+        raise ValueError(
+            f"mask must be a BlockMask, got {type(mask).__name__}: other masks are not supported and never ignored; use "
+            "BlockMask.dense(...) for full attention"
+        )
     if mask.num_heads != q.shape[2]:
         raise ValueError(f"mask has {mask.num_heads} heads, q has {q.shape[2]}: give one pattern per query head")
     if mask.batch_size not in (1, q.shape[0]):

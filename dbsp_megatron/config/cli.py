@@ -124,7 +124,7 @@ def _parse(
     # Not keys of the configuration: they are taken out first, so that --print-config shows a file that can be used.
     dry_run, world_size, rest = _take_dry_run(argv)
     try:
-        values = parser.instantiate_classes(parser.parse_args(expand_aliases(rest, aliases))).as_dict()
+        values = parser.instantiate(parser.parse_args(expand_aliases(rest, aliases))).as_dict()
     except NotImplementedError as error:
         # A setting that a later version will know is, today, a wrong setting.
         raise ValueError(str(error)) from error

@@ -26,7 +26,7 @@ class DataConfig:
     """Frames of the file between the starts of two clips; null means num_frames * frame_stride (no overlap)."""
     max_clips_per_file: int | None = None
     """Use at most this many clips of each file; null means all."""
-    patch_size: tuple[int, int, int] = (1, 8, 8)
+    patch_size: tuple[int, int, int] = (1, 4, 4)
     """Frames, rows and columns of a pixel patch; a patch is one token."""
     skip_bad_data: bool = False
     """Leave out files that cannot be read, and count them, instead of stopping with an error."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dbsp_megatron.compat import quiet_megatron
 from dbsp_megatron.config.cli import Command, parse_infer
 from dbsp_megatron.config.schema import InferConfig
 from dbsp_megatron.train.checkpoint import list_checkpoints
@@ -59,6 +60,7 @@ def _peek(path: Path) -> Mapping[str, Any]:
 
 
 def _dry_run(words: Sequence[str]) -> NoReturn:
+    quiet_megatron()
     from dbsp_megatron.data import PixelPatchEncoder
     from dbsp_megatron.infer.pipeline import model_from_state, video_size
 

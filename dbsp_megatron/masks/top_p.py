@@ -37,7 +37,8 @@ class TopPMask(MaskMethod):
         weights = torch.einsum("bqhd,bkhd->bhqk", q_summary, keys).mul(dim**-0.5).softmax(-1)
         ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        keep = before < self.top_p
+        # Rounded sums may reach 1 before the last block: the whole mass means every block.
+        keep = before < self.top_p if self.top_p < 1 else torch.ones_like(before, dtype=torch.bool)
         keep[..., : self.min_blocks] = True
         return torch.zeros_like(keep).scatter_(-1, order, keep)
 

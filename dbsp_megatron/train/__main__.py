@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dbsp_megatron.compat import quiet_megatron
 from dbsp_megatron.config.cli import parse_train
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.train.distributed import World, env_world_size
@@ -40,6 +41,7 @@ def _prepare(words: Sequence[str]) -> TrainConfig:
 
 
 def _dry_run(words: Sequence[str]) -> NoReturn:
+    quiet_megatron()
     try:
         command = parse_train(words)
         resolved = command.config.validate(command.world_size or env_world_size())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn, TypeVar
 
+from dbsp_megatron.compat import quiet_megatron
 from dbsp_megatron.train.distributed import World, distributed_world
 from dbsp_megatron.train.heartbeat import Heartbeat, default_store
 from dbsp_megatron.train.signals import StopRequest
@@ -41,6 +42,7 @@ def launch(
         handle_signals: whether `work` ends by itself when its stop request is set. Launchers send SIGTERM to the
             survivors of a dead rank; handling it outside everything else gives them the time to name that rank.
     """
+    quiet_megatron()
     stop = StopRequest()
     try:
         prepared = prepare()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dbsp_megatron.compat import data_parallel_options
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.ema import Ema
@@ -38,7 +39,7 @@ class NativeEngine:
         self.module = module
         self.forward: Callable[..., Tensor] = module
         if world.size > 1:
-            self.forward = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.forward = DistributedDataParallel(module, gradient_as_bucket_view=True, **data_parallel_options())
         self._optim, self._num_steps, self._grad_clip = optim, loop.steps, loop.grad_clip
         self._world_size = world.size
         self._optimizer = build_optimizer(optim, module.named_parameters())

@@ -54,14 +54,11 @@ class Trainer:
         self.mesh = build_mesh(world, resolved.mesh.sp_size)
         checkpoint = self._find_checkpoint(config)
         seed = _resolve_seed(config.train.seed, checkpoint, world)
-        self.config = config = dataclasses.replace(
-            config,
-            train=dataclasses.replace(config.train, seed=seed),
-            sp=with_degrees(config.sp, resolved.mesh),
-        )
+        # Degrees stay as given: a saved `auto` fits whatever number of processes continues the run.
+        self.config = config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
         loop = config.train
         self.model_config = _model_config(config)
-        self.sp = SequenceParallel(config.sp, self.mesh.sp_group)
+        self.sp = SequenceParallel(with_degrees(config.sp, resolved.mesh), self.mesh.sp_group)
         module = VideoDiT(self.model_config, sp=self.sp).to(world.device)
         self.engine = NativeEngine(module, config.optim, loop, world)
         self.sharded = ShardedModel(

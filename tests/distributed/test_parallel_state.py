@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -152,6 +153,38 @@ def _cycles(rank: int, world_size: int) -> None:
 def test_destroy_leaves_no_group_behind() -> None:
     """Five build and destroy cycles leave only the default and the user's group; destroy may be repeated (Trap B73)."""
     run_ranks(_cycles, 4)
+
+
+def _cycles_of_parts(rank: int, world_size: int, parts: list[list[int]]) -> None:
+    made = [dist.new_group(part) for part in parts]
+    index = next(i for i, part in enumerate(parts) if rank in part)
+    before = len(c10d._world.pg_map)
+    for cycle in range(4):
+        groups = SequenceParallelGroups(made[index])
+        # Ranks arrive at different times, so that an address left over from the last cycle would be found.
+        time.sleep(0.02 * ((rank * 7 + cycle * 3) % 5))
+        _check_meshes(groups, parts[index])
+        groups.destroy()
+        assert len(c10d._world.pg_map) == before
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 2, 4, 5], [1, 3]]], ids=str)
+def test_groups_can_be_built_again_in_a_part_of_the_world(parts: list[list[int]]) -> None:
+    """Replicas destroy and rebuild their meshes: no rank meets the remains of the last cycle (Traps B71, B73)."""
+    run_ranks(_cycles_of_parts, sum(map(len, parts)), parts, timeout_s=30)
+
+
+def _extra_group(rank: int, world_size: int) -> None:
+    made = [dist.new_group(part) for part in ([0, 1, 2, 3], [4, 5])]
+    # Rank 0 alone of its replica belongs to one group more.
+    dist.new_group([0, 5])
+    parts = [0, 1, 2, 3] if rank < 4 else [4, 5]
+    _check_meshes(SequenceParallelGroups(made[rank // 4]), parts)
+
+
+def test_groups_do_not_depend_on_the_groups_a_user_made() -> None:
+    """One rank of a replica may belong to more groups than its neighbours, for instance to log with (Trap B71)."""
+    run_ranks(_extra_group, 6, timeout_s=30)
 
 
 def _destroy_after_default(rank: int, world_size: int) -> None:

@@ -206,7 +206,6 @@ def _parts(rank: int, world_size: int, parts: list[list[int]]) -> list[str]:
         sp = SequenceParallel(config, group=groups[index])
         case = Case("dbsp", u, r, ("auto", "auto"), SHAPES[(index + u) % len(SHAPES)], seed=index)
         problems += _run_case(case, sp, rank, layer=0)
-        sp.destroy()
     return problems
 
 

@@ -66,17 +66,19 @@ def test_train_check_fails_with_code_3(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
-    words = ["--dry-run", "--world-size", "4", "--ulysses-degree", "2", "--ring-degree", "2"]
+    (tmp_path / "model.yaml").write_text(MODEL)
+    words = ["--dry-run", "--world-size", "4", "--ulysses-degree", "2", "--ring-degree", "2", "--model", "model.yaml"]
     done = _run(tmp_path, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "4 = 1 data parallel x 4 sequence parallel" in done.stdout
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.yaml"]
 
 
 def test_mistakes_are_one_line_and_code_2(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(MODEL)
     for module, words, line in (
         ("train", ["--stepz", "3"], "error: unrecognized arguments: --stepz 3"),
-        ("train", ["--data", "nothing.mp4"], "error: nothing.mp4"),
+        ("train", ["--data", "nothing.mp4", "--model", "model.yaml"], "error: nothing.mp4"),
         ("infer", ["--checkpoint", "nowhere"], "error: checkpoint=nowhere must be a run folder or a checkpoint folder"),
     ):
         done = _run(tmp_path, module, *words)

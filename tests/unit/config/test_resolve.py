@@ -51,17 +51,26 @@ def test_resolve_mesh_refuses(strategy: str, degrees: tuple[int, int | str], wor
         resolve_mesh(sp, world, num_heads=6)
 
 
+def _train_config(ulysses: int = 1, ring: int = 1, **loop: int) -> TrainConfig:
+    """The small model on clips of 8 x 64 x 64 pixels, in blocks of 48 tokens."""
+    return TrainConfig(
+        data=DataConfig(patch_size=load_model_config("dit_debug").patch_size),
+        sp=SequenceParallelConfig(ulysses_degree=ulysses, ring_degree=ring, block_size=48),
+        train=LoopConfig(**loop),  # type: ignore[arg-type]
+    )
+
+
 def test_train_config_describes_the_run() -> None:
-    config = TrainConfig(train=LoopConfig(global_batch_size=4, steps=11), sp=SequenceParallelConfig(
-        ulysses_degree=2, ring_degree=2, block_size=48))  # fmt: skip
-    text = config.validate(8).describe()
-    model = load_model_config("dit_debug")
+    config = _train_config(2, 2, global_batch_size=4, steps=11)
+    resolved = config.validate(8)
+    blocks = -(-resolved.num_tokens // 48)
+    text = resolved.describe()
     assert "8 = 2 data parallel x 4 sequence parallel" in text
     assert "ulysses 2 x ring 2" in text
-    assert "2 to 3 of 11 (block size 48)" in text
+    assert f"{blocks // 4} to {blocks // 4 + 1} of {blocks} (block size 48)" in text
     assert "3 of 6" in text
     assert "4 clips per step = 2 x 2 micro-batches of 1" in text
-    assert f"{count_parameters(model):,} parameters" in text
+    assert f"{count_parameters(load_model_config('dit_debug')):,} parameters" in text
 
 
 def test_count_parameters_allocates_nothing() -> None:
@@ -72,7 +81,7 @@ def test_count_parameters_allocates_nothing() -> None:
 
 
 def test_train_config_refuses_batches_that_do_not_divide() -> None:
-    config = TrainConfig(sp=SequenceParallelConfig(ulysses_degree=2, ring_degree=1))
+    config = _train_config(2, 1)
     with pytest.raises(ValueError, match=r"train\.global_batch_size must be a multiple .* got 1; use 2"):
         config.validate(4)
 
@@ -80,8 +89,10 @@ def test_train_config_refuses_batches_that_do_not_divide() -> None:
 def test_train_config_refuses_models_of_other_tokens() -> None:
     with pytest.raises(ValueError, match="in_channels: 3"):
         TrainConfig(model="wan2_1_1_3b").validate(1)
-    with pytest.raises(ValueError, match=r"data\.patch_size must be the patch size \[1, 8, 8\]"):
-        TrainConfig(data=DataConfig(patch_size=(1, 4, 4))).validate(1)
+    with pytest.raises(
+        ValueError, match=r"data\.patch_size must be the patch size .* of model=dit_debug, got \[2, 2, 2\]"
+    ):
+        TrainConfig(data=DataConfig(patch_size=(2, 2, 2))).validate(1)
 
 
 def test_infer_config_refuses_text_settings_without_text() -> None:

@@ -34,8 +34,14 @@ def test_clip_span_and_step(num_frames: int, frame_stride: int, clip_stride: int
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"height": 60}, ["data.height", "multiple", "data.patch_size[1] = 8", "got 60", "56 or 64"]),
-        ({"width": 3}, ["data.width", "data.patch_size[2] = 8", "got 3", "set data.width to 8"]),
+        (
+            {"height": 60, "patch_size": (1, 8, 8)},
+            ["data.height", "multiple", "data.patch_size[1] = 8", "got 60", "56 or 64"],
+        ),
+        (
+            {"width": 3, "patch_size": (1, 8, 8)},
+            ["data.width", "data.patch_size[2] = 8", "got 3", "set data.width to 8"],
+        ),
         ({"num_frames": 5, "patch_size": (2, 8, 8)}, ["data.num_frames", "data.patch_size[0] = 2", "got 5", "4 or 6"]),
         ({"height": 0}, ["data.height", ">= 1", "got 0"]),
         ({"height": 64.0}, ["data.height", "integer", "64.0"]),
