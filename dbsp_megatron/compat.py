@@ -8,7 +8,7 @@ import inspect
 import warnings
 from importlib import metadata
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -119,14 +119,39 @@ def open_video(path: str) -> InputContainer:
 
 
 def quiet_megatron() -> None:
-    """Leave out megatron-core's warnings that optional packages are absent; for commands, which say themselves what runs."""
+    """Leave out megatron-core's warnings that optional packages are absent; commands say themselves what runs."""
     for start in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=start, category=UserWarning)
 
 
-def data_parallel_options() -> dict[str, bool]:
+def data_parallel_options() -> dict[str, Any]:
     """Arguments of DistributedDataParallel that keep it from broadcasting buffers (renamed in torch 2.13)."""
     from torch.nn.parallel import DistributedDataParallel
 
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
+def new_group_of_members(ranks: list[int], name: str, backend: str | None = None) -> torch.distributed.ProcessGroup:
+    """A process group that only its members make, under a name that they agreed on.
+
+    torch's own `new_group(use_local_synchronization=True)` derives the name from how many groups each rank holds, so
+    ranks that hold unequally many (replicas, groups of the user, a second construction) wait for one another under
+    different names. This is what it does after choosing the name.
+
+    Args:
+        ranks: Global ranks, ascending, this one among them.
+        name: Not used before, equal on all members.
+        backend: Default that of the default group.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    chosen = c10d.Backend(backend or default_backend)
+    mine = ranks.index(torch.distributed.get_rank())
+    make: Any = c10d._new_process_group_helper
+    group: torch.distributed.ProcessGroup = make(
+        len(ranks), mine, ranks, chosen, store, name, timeout=c10d._get_default_timeout(chosen)
+    )[0]
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group

@@ -5,10 +5,14 @@ sp rank p = ring_rank * U + ulysses_rank: Ulysses is the inner axis, so its all-
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+
+from dbsp_megatron.compat import new_group_of_members
 
 if TYPE_CHECKING:
     from dbsp_megatron.strategy.sequence_parallel import SequenceParallel
@@ -89,6 +93,9 @@ class SequenceParallelGroups:
         if group is not None:
             self._known[tuple(self.ranks)] = group
         self._owned: list[dist.ProcessGroup] = []
+        self._name: int | None = None
+        if group is not None and self.size > 1 and self.size != dist.get_world_size():
+            self._nonce()
         self.control_group = self._control_group()
         self.meshes = {(u, r): self._build(u, r) for u, r in factorisations(self.size)}
 
@@ -115,13 +122,30 @@ class SequenceParallelGroups:
             return self.group
         return self._new_group(self.ranks, backend="gloo")
 
-    def _new_group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-        # new_group is collective over the default group unless told that only the members call it.
-        partial = len(self.ranks) != dist.get_world_size()
-        made = dist.new_group(ranks, backend=backend, use_local_synchronization=partial)
+    def _new_group(self, ranks: list[int], backend: str | None = None) -> Any:
+        if len(self.ranks) == dist.get_world_size():
+            made = dist.new_group(ranks, backend=backend)
+        elif dist.get_rank() in ranks:
+            # new_group is collective over the default group, of which only these ranks are here.
+            name = f"dbsp-{self._nonce()}-{'_'.join(map(str, ranks))}-{backend}"
+            made = new_group_of_members(ranks, name, backend)
+        else:
+            return dist.GroupMember.NON_GROUP_MEMBER
         if isinstance(made, dist.ProcessGroup):
             self._owned.append(made)
         return made
+
+    def _nonce(self) -> int:
+        """A number that no earlier construction used, chosen by the first rank; collective when first called."""
+        if self._name is None:
+            if self.group is None:
+                raise RuntimeError("a single rank needs no groups")
+            drawn = torch.tensor([random.SystemRandom().randrange(2**62)])
+            if not moves_host_tensors(self.group):
+                drawn = drawn.cuda()
+            dist.broadcast(drawn, src=self.ranks[0], group=self.group)
+            self._name = int(drawn)
+        return self._name
 
     def _subgroup(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
         """The group of this rank out of disjoint rank lists that together are all ranks."""

@@ -86,8 +86,8 @@ def block_sparse_attention(
     check_qkv(q, k, v)
     if not isinstance(mask, BlockMask):
         raise ValueError(
-            f"mask must be a BlockMask, got {type(mask).__name__}: other masks are not supported and never ignored; use "
-            "BlockMask.dense(...) for full attention"
+            f"mask must be a BlockMask, got {type(mask).__name__}: other masks are not supported and never ignored; "
+            "use BlockMask.dense(...) for full attention"
         )
     if mask.num_heads != q.shape[2]:
         raise ValueError(f"mask has {mask.num_heads} heads, q has {q.shape[2]}: give one pattern per query head")

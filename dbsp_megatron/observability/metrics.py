@@ -83,12 +83,10 @@ class MetricLogger:
         self._last_step = step
         if not self._is_main:
             return
-        if self._file is None:
-            self._open(step)
+        file = self._open(step) if self._file is None else self._file
         plain = {key: _to_plain(value) for key, value in values.items()}
-        assert self._file is not None
-        self._file.write(to_line(step, plain))
-        self._file.flush()
+        file.write(to_line(step, plain))
+        file.flush()
         self._sink.log(step, plain)
 
     def close(self, *, exit_code: int = 0, timeout_s: float = FINISH_TIMEOUT_S) -> None:
@@ -116,7 +114,7 @@ class MetricLogger:
         ended_well = kind is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         self.close(exit_code=0 if ended_well else 1)
 
-    def _open(self, first_step: int) -> None:
+    def _open(self, first_step: int) -> TextIO:
         """Drop lines at or after `first_step`, and a line cut short by a kill; then open for appending."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
@@ -129,6 +127,7 @@ class MetricLogger:
                 _log.info("%s: lines from step %d on are dropped, as they are logged again", FILE_NAME, first_step)
                 write_text(self._path, kept)
         self._file = self._path.open("a", encoding="utf-8")
+        return self._file
 
 
 def to_line(step: int, values: Mapping[str, Any]) -> str:

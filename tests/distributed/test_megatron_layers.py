@@ -168,9 +168,9 @@ def _refusals(rank: int, world_size: int) -> list[str]:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.0)
     messages = []
-    for options in ({"attention_dropout": 0.5}, {"attention_type": "cross"}):
+    for kind, dropout in (("self", 0.5), ("cross", 0.0)):
         try:
-            DualBalancedAttention(config, 1, AttnMaskType.no_mask, **{"attention_type": "self", **options})
+            DualBalancedAttention(config, 1, AttnMaskType.no_mask, kind, dropout)
         except ValueError as error:
             messages.append(str(error))
     core = DualBalancedAttention(config, 1, AttnMaskType.no_mask, "self")

@@ -14,6 +14,9 @@ from dbsp_megatron.infer.video_file import write_mp4
 from tests.integration.training import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
+MODEL_WORDS = ["--model", "model.yaml", "--data.patch_size", "[1,8,8]"]
+CLIP_WORDS = "--data.height 24 --data.width 24 --data.num_frames 4 --sp.block_size 5"
+RUN_WORDS = " ".join([*MODEL_WORDS, CLIP_WORDS])
 
 
 def _run(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -34,8 +37,8 @@ def test_train_then_infer_from_a_video_file(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
     ramp = torch.linspace(-1, 1, 32)
     write_mp4(torch.stack([ramp.roll(shift).expand(3, 24, 32) for shift in range(8)], dim=1), tmp_path / "a.mp4", 8)
-    words = "--model model.yaml --data a.mp4 --steps 30 --sp.block_size 5 --data.height 24 --data.width 24"
-    words += " --data.num_frames 4 --optim.lr 0.01 --train.check true --train.ema_decay 0.9 --train.device cpu"
+    words = f"{RUN_WORDS} --data a.mp4 --steps 30"
+    words += " --optim.lr 0.01 --train.check true --train.ema_decay 0.9 --train.device cpu"
     done = _run(tmp_path, "train", *words.split())
     assert done.returncode == 0, done.stderr
     assert "loss first -> last" in done.stdout
@@ -56,10 +59,8 @@ def test_train_check_fails_with_code_3(tmp_path: Path) -> None:
     """A learning rate that teaches nothing but noise cannot pass."""
     (tmp_path / "model.yaml").write_text(MODEL)
     write_mp4(torch.zeros(3, 4, 24, 24), tmp_path / "a.mp4", 8)
-    words = (
-        "--model model.yaml --data a.mp4 --steps 2 --sp.block_size 5 --data.height 24 --data.width 24 --run.plots false"
-    )
-    words += " --data.num_frames 4 --optim.lr 30 --train.check true --train.device cpu --train.grad_clip 0"
+    words = f"{RUN_WORDS} --data a.mp4 --steps 2 --run.plots false"
+    words += " --optim.lr 30 --train.check true --train.device cpu --train.grad_clip 0"
     done = _run(tmp_path, "train", *words.split())
     assert done.returncode == 3, done.stderr
     assert "train.check failed: the mean loss" in done.stderr
@@ -67,7 +68,7 @@ def test_train_check_fails_with_code_3(tmp_path: Path) -> None:
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
-    words = ["--dry-run", "--world-size", "4", "--ulysses-degree", "2", "--ring-degree", "2", "--model", "model.yaml"]
+    words = ["--dry-run", "--world-size", "4", "--ulysses-degree", "2", "--ring-degree", "2", *MODEL_WORDS]
     done = _run(tmp_path, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "4 = 1 data parallel x 4 sequence parallel" in done.stdout
@@ -78,7 +79,7 @@ def test_mistakes_are_one_line_and_code_2(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
     for module, words, line in (
         ("train", ["--stepz", "3"], "error: unrecognized arguments: --stepz 3"),
-        ("train", ["--data", "nothing.mp4", "--model", "model.yaml"], "error: nothing.mp4"),
+        ("train", ["--data", "nothing.mp4", *MODEL_WORDS], "error: nothing.mp4"),
         ("infer", ["--checkpoint", "nowhere"], "error: checkpoint=nowhere must be a run folder or a checkpoint folder"),
     ):
         done = _run(tmp_path, module, *words)
