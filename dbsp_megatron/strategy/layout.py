@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.block_mask import num_blocks
+from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.comm.reshard import GatherRows, RowMap, ShardRows
 from dbsp_megatron.plan import block_homes
 
@@ -38,6 +39,7 @@ class TokenLayout:
         ring_degree: int,
         rank: int,
         group: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None = None,
     ) -> None:
         if seqlen < 1:
             raise ValueError(f"seqlen must be >= 1, got {seqlen}")
@@ -48,6 +50,7 @@ class TokenLayout:
         self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
         token_homes = self.token_homes()
         positions = [torch.from_numpy(np.flatnonzero(token_homes == p)) for p in range(ulysses_degree * ring_degree)]
+        self._control_group = group if control_group is None else control_group
         self._rows = RowMap(positions, rank, group)
         self.positions: Tensor = positions[rank]
 
@@ -108,10 +111,13 @@ class TokenLayout:
             loss on every rank.
 
         Raises:
-            ValueError: x is not `num_local` long (also raised when only this rank is wrong: check shapes first).
+            ValueError: on every rank: x is not `num_local` long on one of them.
         """
+        problem = None
         if x.shape[dim] != self.num_local:
-            raise ValueError(
-                f"gather: dim {dim} has {x.shape[dim]} tokens, rank {self.rank} holds {self.num_local} of {self.seqlen}"
+            problem = (
+                f"gather: dim {dim} has {x.shape[dim]} tokens, rank {self.rank} holds {self.num_local} of "
+                f"{self.seqlen}: pass this rank's tokens, as attention returns them"
             )
+        agree("", problem, {}, self._control_group)
         return cast(Tensor, GatherRows.apply(x, dim, self._rows))

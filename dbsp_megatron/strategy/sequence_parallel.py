@@ -114,7 +114,13 @@ class SequenceParallel:
         key = (seqlen, self.config.block_size if block_size is None else block_size)
         if key not in self._layouts:
             self._layouts[key] = TokenLayout(
-                *key, self.strategy.layout_policy, self.ulysses_degree, self.ring_degree, self.rank, self.group
+                *key,
+                self.strategy.layout_policy,
+                self.ulysses_degree,
+                self.ring_degree,
+                self.rank,
+                self.group,
+                self.groups.control_group,
             )
             while len(self._layouts) > _MAX_LAYOUTS:
                 self._layouts.popitem(last=False)

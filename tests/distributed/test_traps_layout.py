@@ -230,3 +230,20 @@ def _short_rank(rank: int, world_size: int) -> list[int]:
 def test_ring_of_unequal_local_lengths() -> None:
     """Six tokens on one rank and five on the other: right, not an aborted exchange (Trap B67)."""
     assert run_ranks(_short_rank, 2)[0] == [6, 5]
+
+
+def _gather_too_short(rank: int, world_size: int) -> str:
+    sp = SequenceParallel(SequenceParallelConfig(strategy="ring", block_size=4))
+    layout = sp.layout(21)
+    try:
+        layout.gather(torch.zeros(1, layout.num_local - (rank == 1), 2))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_gather_of_a_wrong_length_on_one_rank_fails_on_all() -> None:
+    """No rank waits for the one that raised (Traps B03, B65)."""
+    messages = run_ranks(_gather_too_short, 3)
+    assert len(set(messages)) == 1
+    assert all(word in messages[0] for word in ("gather", "rank 1", "of 21"))
