@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsp_megatron import SequenceParallel, SequenceParallelConfig
 from tests.distributed.sharded import check, is_equal, make_sp, random_problem, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL, Gradients
