@@ -54,9 +54,11 @@ class BlockMask:
             )
         for side, count in (("q", self.num_q_blocks), ("k", self.num_k_blocks)):
             size = getattr(self, f"block_size_{side}")
-            if size < 1:
-                raise ValueError(f"block_size_{side} must be >= 1, got {size}")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"block_size_{side} must be an integer >= 1, got {size!r}")
             seqlen = getattr(self, f"seqlen_{side}")
+            if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < -1):
+                raise ValueError(f"seqlen_{side} must be an integer >= 0, got {seqlen!r}")
             if seqlen is None or seqlen == -1:
                 object.__setattr__(self, f"seqlen_{side}", count * size)
             elif num_blocks(seqlen, size) != count:
@@ -78,6 +80,9 @@ class BlockMask:
     ) -> BlockMask:
         """Mask with every block on, one pattern for the whole batch."""
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         shape = (1, num_heads, num_blocks(seqlen_q, block_size_q), num_blocks(seqlen_k, block_size_k))
         return cls(torch.ones(shape, dtype=torch.bool, device=device), block_size_q, block_size_k, seqlen_q, seqlen_k)
 

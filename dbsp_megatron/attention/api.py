@@ -5,6 +5,7 @@ Dims: B batch, Sq/Sk tokens, H query heads, Hkv key/value heads, D/Dv head dims.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,20 +41,36 @@ class _BlockSparseAttention(torch.autograd.Function):
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q, k, v fit together as one attention (shapes, dtype, device, head groups)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor [B, S, H, D], got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dims [B, S, H, D], got shape {tuple(x.shape)}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in [B, S, Hkv], got {tuple(k.shape[:3])} and {tuple(v.shape[:3])}")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have one head dim, got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[3] != k.shape[3] or q.shape[3] < 1:
+        raise ValueError(f"q and k must have one head dim >= 1, got {q.shape[3]} and {k.shape[3]}")
     if q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]:
         raise ValueError(f"query heads must be a multiple of kv heads, got H={q.shape[2]} and Hkv={k.shape[2]}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def softmax_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a number, `head_dim ** -0.5` by default.
+
+    Raises:
+        ValueError: it is a tensor (no gradient would reach it) or not finite.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(scale, Tensor) or not math.isfinite(scale):
+        got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
+        raise ValueError(f"scale must be a finite number, got {got}: multiply q by a learned scale instead")
+    return float(scale)
 
 
 def block_sparse_attention(
@@ -98,6 +115,6 @@ def block_sparse_attention(
             f"mask is for seqlen_q={mask.seqlen_q}, seqlen_k={mask.seqlen_k}, q has {q.shape[1]} tokens and "
             f"k {k.shape[1]}: pass seqlen_q={q.shape[1]}, seqlen_k={k.shape[1]} to BlockMask"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     out, lse = _BlockSparseAttention.apply(q, k, v, mask.to(q.device), scale, choose_engine(engine, q.device))
     return (out, lse) if return_lse else out

@@ -33,6 +33,14 @@ _TORCH = Engine("torch", torch_engine.forward, torch_engine.backward)
 _said: set[str] = set()
 
 
+def check_engine(name: str) -> None:
+    """Raise as `choose_engine` does, without choosing."""
+    if name in PLANNED_ENGINES:
+        raise NotImplementedError(f"engine={name!r} is not part of this version: use engine='auto' or 'torch'")
+    if name not in ("auto", "torch"):
+        raise ValueError(f"engine must be one of auto, torch, got {name!r}")
+
+
 def choose_engine(name: str, device: torch.device) -> Engine:
     """Engine called `name`, or the best one for `device` if `name` is "auto".
 
@@ -40,15 +48,8 @@ def choose_engine(name: str, device: torch.device) -> Engine:
         ValueError: unknown name.
         NotImplementedError: a name reserved for an engine that is not there yet.
     """
-    if name == "auto":
-        if device.type not in _said:
-            _said.add(device.type)
-            logger.info(
-                "attention engine on %s: torch (blockwise reference, the only engine in this version)", device.type
-            )
-        return _TORCH
-    if name == "torch":
-        return _TORCH
-    if name in PLANNED_ENGINES:
-        raise NotImplementedError(f"engine={name!r} is not part of this version: use engine='auto' or 'torch'")
-    raise ValueError(f"engine must be one of auto, torch, got {name!r}")
+    check_engine(name)
+    if name == "auto" and device.type not in _said:
+        _said.add(device.type)
+        logger.info("attention engine on %s: torch (blockwise reference, the only one in this version)", device.type)
+    return _TORCH

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.work import Side
 from dbsp_megatron.comm.collectives import all_to_all_flat
@@ -130,6 +131,7 @@ class ToOwners(torch.autograd.Function):
         return tuple(to_owners((q, k, v), ctx.sides, exchange))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Run the adjoint."""
         return (*to_homes(grads, ctx.sides, ctx.shapes, ctx.exchange), None, None, None)
@@ -146,6 +148,7 @@ class ToHomes(torch.autograd.Function):
         return to_homes((out,), (side,), (shape,), exchange)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Run the adjoint."""
         return (*to_owners((grad,), (ctx.side,), ctx.exchange), None, None, None, None)

@@ -56,7 +56,8 @@ def agree(where: str, problem: str | None, beliefs: dict[str, int], group: dist.
         if len(set(values)) > 1:
             common = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
             odd = [ranks[i] for i, value in enumerate(values) if value != common]
+            prefix = f"{where}: " if where else ""
             raise ValueError(
-                f"{where}: ranks disagree about {name} (rank(s) {odd} differ from rank {ranks[values.index(common)]}): "
+                f"{prefix}ranks disagree about {name} (rank(s) {odd} differ from rank {ranks[values.index(common)]}): "
                 f"give every rank the same {name}"
             )

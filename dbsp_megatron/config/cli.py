@@ -128,6 +128,9 @@ def _parse(
     except NotImplementedError as error:
         # A setting that a later version will know is, today, a wrong setting.
         raise ValueError(str(error)) from error
+    except TypeError as error:
+        # A section that is no mapping, such as `train: 3`.
+        raise ValueError(f"a section of the configuration is not a mapping of keys ({error})") from error
     values.pop("config")
     return Command(config=kind(**values), dry_run=dry_run, world_size=world_size)
 

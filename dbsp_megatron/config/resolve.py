@@ -81,6 +81,11 @@ def resolve_mesh(sp: SequenceParallelConfig, world_size: int, num_heads: int) ->
     Raises:
         ValueError: the degrees do not divide the world, or contradict the strategy.
     """
+    try:
+        get_strategy(sp.strategy)
+    except NotImplementedError as error:
+        # A name that a later version will know is, today, a wrong setting.
+        raise ValueError(str(error)) from error
     size = _sp_size(sp, world_size)
     if size < 1 or world_size % size:
         raise ValueError(

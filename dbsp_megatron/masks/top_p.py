@@ -28,6 +28,12 @@ class TopPMask(MaskMethod):
     min_blocks: int = 1
     name = "topp"
 
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}: 1 keeps every block")
+        if not isinstance(self.min_blocks, int) or self.min_blocks < 1:
+            raise ValueError(f"min_blocks must be an integer >= 1, got {self.min_blocks!r}")
+
     def predict(
         self, q_summary: Tensor, k_summary: Tensor, layer: int, step: int, grid: tuple[int, int, int] | None
     ) -> Tensor:

@@ -14,7 +14,10 @@ from typing import Any
 
 from .redact import is_secret, redact_command, redact_text
 
-PACKAGES = ("dbsp_megatron", "torch", "triton", "megatron-core", "numpy")
+PACKAGES = (
+    *("dbsp_megatron", "torch", "triton", "megatron-core", "numpy"),
+    *("av", "wandb", "safetensors", "jsonargparse", "PyYAML"),
+)
 ENVIRONMENT_PREFIXES = (
     "CUDA_", "DBSP_", "GLOO_", "HF_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "RANK", "SLURM_",
     "TORCH", "TRITON_", "WANDB_", "WORLD_SIZE",

@@ -42,14 +42,14 @@ def closing_table(
         ("steps logged", str(len(rows))),
         ("loss first -> last", _arrow(loss[:1], loss[-1:], "{:.4f}")),
         ("rho before -> after", _arrow([_mean(before)], [_mean(after)], "{:.3f}") + " (mean of steps)"),
-        ("plan reuse", _number(_mean(reuse), "{:.0%} of plans")),
-        ("bytes exchanged", f"{_bytes(_mean(sent))} per step and rank"),
+        ("plan reuse", _number(reuse[-1] if reuse else None, "{:.0%} of plans")),
+        ("bytes exchanged", f"{_bytes(_mean(sent))} per step and rank, forward and backward"),
         ("time in attention", attention),
     ]
     width = max(len(name) for name, _ in summary)
     text = [f"{name.ljust(width)}  {value}" for name, value in summary]
     if layers:
-        text += ["", *_align([_LAYER_COLUMNS, *map(_layer_cells, layers)])]
+        text += ["", "last step (sent, attention: forward only)", *_align([_LAYER_COLUMNS, *map(_layer_cells, layers)])]
     return "\n".join(text)
 
 

@@ -59,8 +59,20 @@ class LayerCall:
         """Equal on ranks whose tensors fit together."""
         q, v = self.q, self.v
         return digest_int(
-            q.shape[0], *q.shape[2:], *v.shape[2:], str(q.dtype), self.scale, self.layout.key, self.engine.name
+            self.grid,
+            q.shape[0],
+            *q.shape[2:],
+            *v.shape[2:],
+            str(q.dtype),
+            self.scale,
+            self.layout.key,
+            self.engine.name,
         )
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a backward pass may follow, which all ranks must then take part in."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
     @property
     def mask_digest(self) -> int:
@@ -108,7 +120,8 @@ class LayerRunner:
         elif call is not None and self.config.plan_counts == "previous":
             plan, reused = self._plan_from_before(call)
         beliefs = {
-            "tensor shapes, dtype and layout": call.shape_digest if call else 0,
+            "tensor shapes, dtype, layout, grid and scale": call.shape_digest if call else 0,
+            "whether gradients are needed": int(call.needs_grad) if call else 0,
             "mask": call.mask_digest if call else 0,
             "layer and step": digest_int(layer, step),
             "partition plan": digest_int(plan.digest) if plan else 0,
@@ -122,7 +135,11 @@ class LayerRunner:
         if isinstance(call.mask, BlockMask):
             rows = call.mask
         else:
-            rows = self._predict(call, call.mask)
+            predicted, fault = self._predict(call, call.mask)
+            agree(where, fault, {}, self.groups.control_group)
+            if predicted is None:
+                raise ValueError(f"{where}: {fault}")
+            rows = predicted
             counts = gather_counts(
                 rows,
                 call.layout,
@@ -156,8 +173,8 @@ class LayerRunner:
             return None, False
         return self.cache.plan_for(call.layer, call.step, None, key=call.plan_key)
 
-    def _predict(self, call: LayerCall, method: MaskMethod) -> Tensor:
-        """Mask rows bool [B, H, nb, N] of this rank's q-blocks."""
+    def _predict(self, call: LayerCall, method: MaskMethod) -> tuple[Tensor | None, str | None]:
+        """Mask rows bool [B, H, nb, N] of this rank's q-blocks, or what is wrong with what the method gave."""
         layout = call.layout
         with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
             q_summary = pool_blocks(call.q, layout.block_size)
@@ -168,7 +185,15 @@ class LayerRunner:
                 self.traffic.bytes_sent += k_summary.numel() * k_summary.element_size() * (self.mesh.size - 1)
                 place = np.argsort(np.argsort(layout.homes, kind="stable"), kind="stable")
                 k_summary = gathered.index_select(1, torch.from_numpy(place).to(gathered.device))
-            return method.predict(q_summary, k_summary, call.layer, call.step, call.grid)
+            try:
+                rows = method.predict(q_summary, k_summary, call.layer, call.step, call.grid)
+            except Exception as error:  # whatever a user's method raises, the other ranks must hear of it
+                return None, f"mask method {method.describe()} raised {type(error).__name__}: {error}"
+        wanted = (call.q.shape[0], call.q.shape[2], q_summary.shape[1], layout.num_blocks)
+        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or tuple(rows.shape) != wanted:
+            got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+            return None, f"mask method {method.describe()} must return bool [B, H, nq, Nk] = {wanted}, got {got}"
+        return rows, None
 
     def _work_index(
         self, plan: PartitionPlan, geometry: Geometry, kind: str, device: torch.device, layout_key: object

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.block_mask import num_blocks
-from dbsp_megatron.comm.agree import agree
+from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.comm.reshard import GatherRows, RowMap, ShardRows
 from dbsp_megatron.plan import block_homes
 
@@ -41,10 +41,9 @@ class TokenLayout:
         group: dist.ProcessGroup | None,
         control_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if seqlen < 1:
-            raise ValueError(f"seqlen must be >= 1, got {seqlen}")
-        if block_size < 1:
-            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        for name, value in (("seqlen", seqlen), ("block_size", block_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.seqlen, self.block_size, self.policy, self.rank = seqlen, block_size, policy, rank
         self.num_blocks = num_blocks(seqlen, block_size)
         self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
@@ -119,5 +118,6 @@ class TokenLayout:
                 f"gather: dim {dim} has {x.shape[dim]} tokens, rank {self.rank} holds {self.num_local} of "
                 f"{self.seqlen}: pass this rank's tokens, as attention returns them"
             )
-        agree("", problem, {}, self._control_group)
+        others = digest_int(*(n for i, n in enumerate(x.shape) if i != dim % x.dim()), str(x.dtype))
+        agree("layout.gather", problem, {"shape (but for the tokens) and dtype": others}, self._control_group)
         return cast(Tensor, GatherRows.apply(x, dim, self._rows))

@@ -15,8 +15,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.attention.api import check_qkv
-from dbsp_megatron.attention.engines import choose_engine
+from dbsp_megatron.attention.api import check_qkv, softmax_scale
+from dbsp_megatron.attention.engines import check_engine, choose_engine
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.masks import MaskMethod
@@ -45,6 +45,8 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """None for a single rank, so that nothing is ever sent there."""
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError("group must be a process group that this rank is a member of")
     return None if group is None or group.size() == 1 else group
 
 
@@ -65,6 +67,8 @@ class SequenceParallel:
     def __init__(
         self, config: SequenceParallelConfig, group: dist.ProcessGroup | None = None, *, pg_collection: Any = None
     ) -> None:
+        if not isinstance(config, SequenceParallelConfig):
+            raise ValueError(f"config must be a SequenceParallelConfig, got {type(config).__name__}")
         self.config = config
         if pg_collection is not None:
             group = getattr(pg_collection, "cp", None)
@@ -73,6 +77,7 @@ class SequenceParallel:
         problem: ValueError | NotImplementedError | None = None
         try:
             self.strategy = get_strategy(config.strategy)(config, size)
+            check_engine(config.engine)
         except (ValueError, NotImplementedError) as error:
             problem = error
         try:
@@ -99,6 +104,7 @@ class SequenceParallel:
         self._context: list[_Context] = []
         self._step: int | None = None
         self._calls = 0
+        self._destroyed = False
         self._rows: dict[int, tuple[Tensor | BlockMask, TokenLayout, PartitionPlan]] = {}
 
     def layout(self, seqlen: int, block_size: int | None = None) -> TokenLayout:
@@ -194,7 +200,7 @@ class SequenceParallel:
             mask: BlockMask over the global sequence in original token order, equal on all ranks; or a MaskMethod, which
                 sees block means of q and k; None attends everything.
             layer: layer index, for plans and statistics.
-            layout: default the last one made by `layout()` for the mask's length.
+            layout: default the one made by `layout()` for the mask's length; needed if several were made.
             scale: softmax scale, default D ** -0.5.
             grid: (frames, rows, columns) of tokens, for mask methods.
 
@@ -213,8 +219,10 @@ class SequenceParallel:
         try:
             layout = self._find_layout(mask) if layout is None else layout
             self._check(q, k, v, mask, layout)
+            if not isinstance(layer, int) or layer < 0:
+                raise ValueError(f"layer must be an integer >= 0, got {layer!r}")
             engine = choose_engine(self.config.engine, q.device)
-            scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+            scale = softmax_scale(scale, q.shape[-1])
             if mask is None:
                 size = layout.block_size
                 mask = BlockMask.dense(q.shape[2], layout.seqlen, block_size_q=size, block_size_k=size)
@@ -267,16 +275,26 @@ class SequenceParallel:
 
     def destroy(self) -> None:
         """Release the process groups made here; may be called again."""
+        self._destroyed = True
         self.groups.destroy()
 
     def _find_layout(self, mask: BlockMask | MaskMethod | None) -> TokenLayout:
-        for layout in reversed(self._layouts.values()):
-            if not isinstance(mask, BlockMask) or layout.seqlen == mask.seqlen_q:
-                return layout
+        if self._destroyed:
+            raise ValueError("this SequenceParallel was destroyed: make a new one")
+        known = list(self._layouts.values())
+        fitting = [layout for layout in known if not isinstance(mask, BlockMask) or layout.seqlen == mask.seqlen_q]
+        if len(fitting) == 1:
+            return fitting[0]
+        made = ", ".join(f"(seqlen {layout.seqlen}, block_size {layout.block_size})" for layout in known[-8:])
         wanted = f"seqlen={mask.seqlen_q}" if isinstance(mask, BlockMask) else "this sequence"
-        raise ValueError(f"no token layout for {wanted}: call sp.layout(seqlen, block_size) first, or pass layout=")
+        if fitting:
+            # The order of tokens differs between them, so that a guess could be silently wrong.
+            raise ValueError(f"{len(fitting)} token layouts fit {wanted}, made so far: {made}; pass layout=")
+        raise ValueError(f"no token layout for {wanted}, made so far: {made or 'none'}; call sp.layout(seqlen) first")
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod | None, layout: TokenLayout) -> None:
+        if self._destroyed:
+            raise ValueError("this SequenceParallel was destroyed: make a new one")
         check_qkv(q, k, v)
         if not q.shape[1] == k.shape[1] == layout.num_local:
             raise ValueError(

@@ -41,10 +41,14 @@ def _prepare(words: Sequence[str]) -> TrainConfig:
 
 
 def _dry_run(words: Sequence[str]) -> NoReturn:
+    from dbsp_megatron.data.sources import expand_entry
+
     quiet_megatron()
     try:
         command = parse_train(words)
         resolved = command.config.validate(command.world_size or env_world_size())
+        for entry in command.config.data.paths:
+            expand_entry(entry)  # a missing file is a mistake of the configuration too
     except ValueError as error:
         exit_with_line(error)
     if launched_rank() == 0:

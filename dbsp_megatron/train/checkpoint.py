@@ -88,11 +88,15 @@ def save_checkpoint(
     with warnings.catch_warnings():
         # One process without a process group is a supported case, not a mistake to warn about.
         warnings.simplefilter("ignore", UserWarning)
-        dcp.save(
-            {key: tensor.detach() for key, tensor in tensors.items()},
-            storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
-            no_dist=world.size == 1,
-        )
+        try:
+            dcp.save(
+                {key: tensor.detach() for key, tensor in tensors.items()},
+                storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
+                no_dist=world.size == 1,
+            )
+        except dcp.CheckpointException as error:
+            reason = next((str(cause[0]) for cause in error.failures.values()), type(error).__name__)
+            raise OSError(f"cannot write the checkpoint {final}: {reason}") from error
     if world.is_main:
         _write_json(partial / _STATE, {"format_version": FORMAT_VERSION, "step": step, **state})
     world.barrier()
@@ -122,27 +126,47 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def find_checkpoint(folder: Path, world: World) -> Checkpoint | None:
+def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> Checkpoint | None:
     """Newest checkpoint whose files are all intact, the same on every rank; None if there is none at all.
 
     Damaged ones are named in one log line each and skipped.
+
+    Args:
+        folder: holds the `step_*` folders.
+        world: all ranks.
+        set_aside: rename damaged ones that are newer to `refused-step_*`, so that they do not take the place of a good
+            one among the last that are kept.
 
     Raises:
         ValueError: there are checkpoints but none is intact.
     """
     names = world.broadcast([str(path) for path in list_checkpoints(folder)] if world.is_main else None)
+    refused: list[Path] = []
     for name in names:
         fault = _fault(Path(name), world)
         if fault is None:
+            if set_aside and world.is_main:
+                for path in refused:
+                    _move_aside(path)
+            world.barrier()
             return _read(Path(name))
+        refused.append(Path(name))
         if world.is_main:
             logger.warning("checkpoint refused: %s: %s", name, fault)
     if names:
         raise ValueError(
             f"run.resume: none of the {len(names)} checkpoints in {folder} is intact; restore one, "
-            "move the folder away, or start anew with run.resume=never"
+            "or move the folder away to start anew"
         )
     return None
+
+
+def _move_aside(path: Path) -> None:
+    number = 0
+    while (target := path.with_name(f"refused-{path.name}" + (f".{number}" if number else ""))).exists():
+        number += 1
+    os.rename(path, target)
+    logger.warning("%s is kept as %s", path, target.name)
 
 
 def open_checkpoint(path: Path, world: World) -> Checkpoint:

@@ -14,6 +14,7 @@ from dbsp_megatron.train.heartbeat import Heartbeat, default_store
 from dbsp_megatron.train.signals import StopRequest
 
 CONFIG_ERROR_CODE = 2
+FAILED_CODE = 1
 
 PreparedT = TypeVar("PreparedT")
 
@@ -58,6 +59,10 @@ def launch(
                 world.barrier()
     except ValueError as error:
         exit_with_line(error)
+    except OSError as error:
+        # A full disk, a missing right: nothing that a traceback would explain better.
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        raise SystemExit(FAILED_CODE) from error
     raise SystemExit(code)
 
 

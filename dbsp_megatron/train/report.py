@@ -85,7 +85,7 @@ class RunReport:
         for layer, (blocks, plan) in masks.items():
             arrays = partition_arrays(blocks, plan, size)
             self._folder.save_arrays(f"partitions/layer_{layer:02d}", **arrays)
-            title = f"Layer {layer}, step {self._steps[-1]}"
+            title = f"Layer {layer}, step {self._steps[-1]}, first sample"
             plot_mask_partition(**arrays, path=plots / f"partition_layer_{layer:02d}.png", title=title)
 
 

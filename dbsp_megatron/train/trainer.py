@@ -27,6 +27,7 @@ from dbsp_megatron.train.checkpoint import (
     open_checkpoint,
     save_checkpoint,
 )
+from dbsp_megatron.train.continuation import check_continuation, run_lock
 from dbsp_megatron.train.distributed import World, build_mesh
 from dbsp_megatron.train.forward import ShardedModel
 from dbsp_megatron.train.native import NativeEngine, peak_memory_gib
@@ -53,6 +54,8 @@ class Trainer:
         resolved = config.validate(world.size)
         self.mesh = build_mesh(world, resolved.mesh.sp_size)
         checkpoint = self._find_checkpoint(config)
+        if checkpoint is not None and config.run.resume == "auto":
+            check_continuation(checkpoint.state, config, _model_config(config), is_main=world.is_main)
         seed = _resolve_seed(config.train.seed, checkpoint, world)
         # Degrees stay as given: a saved `auto` fits whatever number of processes continues the run.
         self.config = config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
@@ -88,6 +91,10 @@ class Trainer:
     def run(self, stop: StopRequest | None = None) -> int:
         """Train to the last step, or until any rank is asked to stop; returns the exit code."""
         stop = StopRequest() if stop is None else stop
+        with run_lock(Path(self.config.run.root) / self.config.run.name, self.world):
+            return self._run(stop)
+
+    def _run(self, stop: StopRequest) -> int:
         config, world = self.config, self.world
         folder = RunFolder(config.run.root, config.run.name, is_main=world.is_main)
         folder.write_config(dataclasses.asdict(config))
@@ -222,7 +229,7 @@ class Trainer:
     def _find_checkpoint(self, config: TrainConfig) -> Checkpoint | None:
         folder, resume = checkpoint_folder(config), config.run.resume
         if resume == "auto":
-            return find_checkpoint(folder, self.world)
+            return find_checkpoint(folder, self.world, set_aside=True)
         if self.world.broadcast(bool(list_checkpoints(folder)) if self.world.is_main else None):
             raise ValueError(
                 f"run.resume={resume} would mix a new run with the checkpoints in {folder}; "

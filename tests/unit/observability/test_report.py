@@ -23,7 +23,7 @@ def test_closing_table_summarises_all_steps() -> None:
     table = closing_table(ROWS)
     assert "2.0000 -> 0.5000" in _line(table, "loss")
     assert "1.400 -> 1.050" in _line(table, "rho")
-    assert "50% of plans" in _line(table, "plan reuse")
+    assert "100% of plans" in _line(table, "plan reuse")
     assert "1.50 KiB per step and rank" in _line(table, "bytes")
     assert "80.00 ms per step (20.0% of the step)" in _line(table, "time in attention")
 

@@ -1,0 +1,115 @@
+"""Continuing a run: one process at a time in its folder, and with settings that mean the same training."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dbsp_megatron.config.schema import TrainConfig
+from dbsp_megatron.models.dit import DiTConfig
+from dbsp_megatron.observability import get_logger
+from dbsp_megatron.train.distributed import World
+
+_FREE_SECTIONS = ("sp", "run", "wandb")
+"""Settings that do not change what is trained."""
+_FREE_KEYS = frozenset(
+    f"train.{key}"
+    for key in ("steps", "micro_batch_size", "precision", "device", "recompute", "checkpoint_every", "keep_last")
+) | {"train.log_every", "train.eval_every", "train.check", "train.timeout_s", "data.cache_bytes", "data.probe"}
+_FIXED_KEYS = frozenset(
+    f"data.{key}"
+    for key in ("height", "width", "num_frames", "frame_stride", "clip_stride", "max_clips_per_file", "patch_size")
+) | {"train.seed"}
+"""A change of these makes another data set or another noise of the same steps."""
+
+logger = get_logger(__name__)
+
+
+@contextmanager
+def run_lock(folder: Path, world: World) -> Iterator[None]:
+    """Hold the run folder: a second run of the same name would mix its files with these; collective.
+
+    Raises:
+        ValueError: on every rank: another process holds it, or it cannot be written.
+    """
+    handle, problem = _lock(folder) if world.is_main else (-1, None)
+    try:
+        problem = world.broadcast(problem)
+        if problem is not None:
+            raise ValueError(problem)
+        yield
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _lock(folder: Path) -> tuple[int, str | None]:
+    """Handle of the locked file (-1 if there is none), and why it could not be locked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        return -1, f"run.root: cannot write {folder} ({error.strerror}); choose another run.root or run.name"
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(handle, 100).decode(errors="replace").strip() or "another process"
+        return handle, f"run.name: {folder} is in use by {holder}; wait for it to end or choose another run.name"
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()}\n".encode())
+    return handle, None
+
+
+def check_continuation(state: Mapping[str, Any], config: TrainConfig, model: DiTConfig, *, is_main: bool) -> None:
+    """Compare a checkpoint's settings with those of the run that wants to go on from it.
+
+    Settings that would make another training under the old name are refused, other changes are named in one warning.
+
+    Args:
+        state: the checkpoint's JSON state.
+        config: the new run, its seed as asked for (-1: any).
+        model: the new run's model.
+        is_main: whether this rank logs.
+
+    Raises:
+        ValueError: model, data or seed differ.
+    """
+    saved, asked = _flat(state["config"]), _flat(dataclasses.asdict(config))
+    changed = [key for key in asked if key in saved and saved[key] != asked[key]]
+    changed = [key for key in changed if key.split(".")[0] not in _FREE_SECTIONS and key not in _FREE_KEYS]
+    if config.train.seed == -1 and "train.seed" in changed:
+        changed.remove("train.seed")
+    fixed = [key for key in changed if key in _FIXED_KEYS]
+    neutral = {"recompute", "init_seed"}
+    ours, theirs = _flat({"model": dataclasses.asdict(model)}), _flat({"model": state["model"]})
+    fixed += [
+        key for key in ours if theirs.get(key, ours[key]) != ours[key] and key.removeprefix("model.") not in neutral
+    ]
+    told = saved | theirs, asked | ours
+    if fixed:
+        raise ValueError(
+            f"run.name={config.run.name} holds a checkpoint of another training: {_differences(fixed, *told)}; choose "
+            "another run.name (run.resume=PATH starts from this checkpoint), or the settings it was made with"
+        )
+    if changed and is_main:
+        logger.warning("the run goes on with other settings than before: %s", _differences(changed, *told))
+
+
+def _differences(keys: list[str], saved: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} was {saved.get(key)!r}, is {asked.get(key)!r}" for key in keys)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys; tuples as lists, as JSON gives them back."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat
