@@ -24,6 +24,7 @@ from dbsp_megatron.comm.collectives import gather_rows
 from dbsp_megatron.masks import MaskMethod, pool_blocks
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
 from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads
+from dbsp_megatron.plan.layout import balanced_runs
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import LayerCounts, counts_of_mask, gather_counts
@@ -286,8 +287,6 @@ class LayerRunner:
 
     def _contiguous_imbalance(self, counts: LayerCounts) -> float:
         mesh = (self.mesh.ulysses_degree, self.mesh.ring_degree)
-        heads = counts.contiguous.num_heads
-        runs = np.array_split(np.arange(heads), mesh[0])
-        head_owner = np.concatenate([np.full(len(run), u, dtype=np.int64) for u, run in enumerate(runs)])
+        head_owner = balanced_runs(counts.contiguous.num_heads, mesh[0])
         owners = (counts.contiguous.q_home // mesh[0], counts.contiguous.k_home // mesh[0])
         return barrier_imbalance(evaluate_loads(head_owner, *owners, counts.contiguous, *mesh))
