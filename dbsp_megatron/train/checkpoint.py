@@ -134,7 +134,7 @@ def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> C
     Args:
         folder: holds the `step_*` folders.
         world: all ranks.
-        set_aside: rename damaged ones that are newer to `refused-step_*`, so that they do not take the place of a good
+        set_aside: rename damaged ones that are newer to `damaged-step_*`, so that they do not take the place of a good
             one among the last that are kept.
 
     Raises:
@@ -163,7 +163,7 @@ def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> C
 
 def _move_aside(path: Path) -> None:
     number = 0
-    while (target := path.with_name(f"refused-{path.name}" + (f".{number}" if number else ""))).exists():
+    while (target := path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))).exists():
         number += 1
     os.rename(path, target)
     logger.warning("%s is kept as %s", path, target.name)

@@ -32,7 +32,7 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> No
     shard = next(next(tmp_path.rglob("step_00000004")).glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-7])
     _run(tmp_path, 5)
-    assert _steps(tmp_path) == ["refused-step_00000004", "step_00000004", "step_00000005"]
+    assert _steps(tmp_path) == ["damaged-step_00000004", "step_00000004", "step_00000005"]
 
 
 def test_other_data_or_seed_under_an_old_name_are_refused(tmp_path: Path) -> None:
