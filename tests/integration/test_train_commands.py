@@ -20,11 +20,12 @@ RUN_WORDS = " ".join([*MODEL_WORDS, CLIP_WORDS])
 
 
 def _run(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, "-m", f"dbsp_megatron.{module}", *words],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
