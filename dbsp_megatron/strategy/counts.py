@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.collectives import gather_rows, gather_vectors
+from dbsp_megatron.comm.collectives import gather_vectors
 from dbsp_megatron.plan import Workload, block_homes
 from dbsp_megatron.strategy.layout import TokenLayout
 
@@ -89,7 +89,7 @@ def gather_counts(
     blocks: NDArray[np.bool_] | None = None
     columns: NDArray[np.int64] | None = None
     if whole_mask:
-        blocks = gather_block_rows(rows.cpu(), layout, group).numpy()
+        blocks = gather_mask(rows, layout)
         columns = blocks.sum(axis=(0, 1, 2), dtype=np.int64)
     possible = rows.shape[0] * heads * num * num
     return LayerCounts(
@@ -99,11 +99,7 @@ def gather_counts(
     )
 
 
-def gather_block_rows(rows: Tensor, layout: TokenLayout, group: dist.ProcessGroup | None) -> Tensor:
-    """The whole mask bool [B, H, N, N] from every rank's rows [B, H, nb, N]."""
-    if group is None:
-        return rows
-    per_rank = np.bincount(layout.homes, minlength=group.size())
-    whole = gather_rows(rows.to(torch.uint8), per_rank.tolist(), 2, group)
-    order = np.argsort(np.argsort(layout.homes, kind="stable"), kind="stable")
-    return whole.index_select(2, torch.from_numpy(order).to(whole.device)).bool()
+def gather_mask(rows: Tensor, layout: TokenLayout) -> NDArray[np.bool_]:
+    """The whole mask bool [B, H, N, N] on the host, from every rank's rows [B, H, nb, N]; collective."""
+    whole: NDArray[np.bool_] = layout.gather_blocks(rows.to(torch.uint8), 2).bool().cpu().numpy()
+    return whole

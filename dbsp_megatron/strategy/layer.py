@@ -10,7 +10,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from dbsp_megatron.attention.ring import RingAttention, RingWork
 from dbsp_megatron.attention.work import Geometry, WorkIndex
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree, digest_int
-from dbsp_megatron.comm.collectives import gather_rows
 from dbsp_megatron.masks import MaskMethod, pool_blocks
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
 from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads
@@ -181,11 +179,8 @@ class LayerRunner:
             q_summary = pool_blocks(call.q, layout.block_size)
             k_summary = pool_blocks(call.k, layout.block_size)
             if self.mesh.group is not None:
-                per_rank = np.bincount(layout.homes, minlength=self.mesh.size).tolist()
-                gathered = gather_rows(k_summary, per_rank, 1, self.mesh.group)
                 self.traffic.bytes_sent += k_summary.numel() * k_summary.element_size() * (self.mesh.size - 1)
-                place = np.argsort(np.argsort(layout.homes, kind="stable"), kind="stable")
-                k_summary = gathered.index_select(1, torch.from_numpy(place).to(gathered.device))
+                k_summary = layout.gather_blocks(k_summary, 1)
             try:
                 rows = method.predict(q_summary, k_summary, call.layer, call.step, call.grid)
             except Exception as error:  # whatever a user's method raises, the other ranks must hear of it
@@ -225,7 +220,7 @@ class LayerRunner:
         heads, kv_heads = q.shape[2], call.k.shape[2]
         size_q = rows.block_size_q if isinstance(rows, BlockMask) else layout.block_size
         size_k = rows.block_size_k if isinstance(rows, BlockMask) else layout.block_size
-        homes = layout.token_homes()
+        homes = layout.token_homes
         geometry = Geometry(self.mesh.rank, layout.seqlen, heads, kv_heads, size_q, size_k, homes)
         index = self._work_index(plan, geometry, "tokens", device, layout.key)
         exchange = self._exchange(index)

@@ -27,6 +27,7 @@ class TokenLayout:
         seqlen: tokens of the whole sequence.
         block_size: tokens per block.
         homes: int64 [N] (NumPy), sp rank of each block.
+        token_homes: int64 [S] (NumPy), sp rank of each token.
         positions: int64 [s], global token indices of this rank, on the host.
     """
 
@@ -47,19 +48,19 @@ class TokenLayout:
         self.seqlen, self.block_size, self.policy, self.rank = seqlen, block_size, policy, rank
         self.num_blocks = num_blocks(seqlen, block_size)
         self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
-        token_homes = self.token_homes()
-        positions = [torch.from_numpy(np.flatnonzero(token_homes == p)) for p in range(ulysses_degree * ring_degree)]
+        # Every attention call asks for it, so it is made once.
+        self.token_homes = np.repeat(self.homes, block_size)[:seqlen]
+        size = ulysses_degree * ring_degree
+        positions = [torch.from_numpy(np.flatnonzero(self.token_homes == p)) for p in range(size)]
         self._control_group = group if control_group is None else control_group
         self._rows = RowMap(positions, rank, group)
+        blocks = [torch.from_numpy(np.flatnonzero(self.homes == p)) for p in range(size)]
+        self._block_rows = RowMap(blocks, rank, group)
         self.positions: Tensor = positions[rank]
-
-    def token_homes(self) -> np.ndarray:
-        """Sp rank of each token, int64 [S]."""
-        return np.repeat(self.homes, self.block_size)[: self.seqlen]
 
     def homes_for(self, block_size: int) -> np.ndarray:
         """Sp rank of the first token of each block of another block size, int64 [ceil(S / block_size)]."""
-        return self.token_homes()[::block_size]
+        return self.token_homes[::block_size]
 
     @property
     def key(self) -> tuple[int, int, str, int]:
@@ -80,6 +81,10 @@ class TokenLayout:
     def local_blocks(self) -> np.ndarray:
         """Block indices of this rank, ascending, int64."""
         return np.flatnonzero(self.homes == self.rank)
+
+    def gather_blocks(self, x: Tensor, dim: int) -> Tensor:
+        """What ranks hold per block (`local_blocks` along `dim`) as a whole, on every rank; collective, no gradient."""
+        return self._block_rows.put_together(x, dim)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole tensor.

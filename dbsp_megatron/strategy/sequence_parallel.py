@@ -24,7 +24,7 @@ from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParalle
 from dbsp_megatron.plan import PartitionPlan, PlanCache
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.config import SequenceParallelConfig
-from dbsp_megatron.strategy.counts import gather_block_rows
+from dbsp_megatron.strategy.counts import gather_mask
 from dbsp_megatron.strategy.layer import LayerCall, LayerRunner
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.records import StepRecords
@@ -268,9 +268,7 @@ class SequenceParallel:
                 f"layer {layer} has no kept mask: run it first (masks over {_KEPT_ROWS} blocks are not kept)"
             )
         rows, layout, plan = self._rows[layer]
-        whole = (
-            rows.numpy() if isinstance(rows, BlockMask) else gather_block_rows(rows, layout, self.group).cpu().numpy()
-        )
+        whole = rows.numpy() if isinstance(rows, BlockMask) else gather_mask(rows, layout)
         return whole[0], plan
 
     def destroy(self) -> None:
