@@ -87,6 +87,11 @@ class WorkIndex:
     """
 
     def __init__(self, plan: PartitionPlan, geometry: Geometry) -> None:
+        if plan.num_split_heads or plan.q_moves.size:
+            raise NotImplementedError(
+                f"a plan with {plan.num_split_heads} cut heads and {len(plan.q_moves)} q-blocks moved in single ring "
+                "groups cannot be executed in this version: plan with head_policy='lpt_swap', block_policy='home'"
+            )
         u_degree, r_degree = plan.ulysses_degree, plan.ring_degree
         size = u_degree * r_degree
         me = geometry.rank

@@ -75,10 +75,17 @@ class RunFolder:
         Args:
             name: file name without suffix; may hold folders, as in `partitions/layer_3`.
             **arrays: NumPy arrays of numbers or booleans.
+
+        Raises:
+            ValueError: an array holds Python objects, which could only be pickled.
         """
+        objects = [key for key, array in arrays.items() if np.asarray(array).dtype.hasobject]
+        if objects:
+            raise ValueError(f"{name}: {', '.join(objects)} hold Python objects: pass arrays of numbers or booleans")
         if self.is_main:
             with atomic_path(self.path / f"{name}.npz") as temporary:
-                np.savez_compressed(temporary, allow_pickle=False, **arrays)
+                # NumPy before 2.1 would store an argument allow_pickle as one more array, so there is none.
+                np.savez_compressed(temporary, **arrays)
 
     def _write(self, name: str, text: str) -> None:
         if not self.is_main:

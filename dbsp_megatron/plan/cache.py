@@ -1,25 +1,24 @@
-"""PlanCache: keeps the plan of each layer and replaces it only when a fresh one gains enough."""
+"""PlanCache: keeps the plan of each layer and replaces it only when a fresh one is worth it."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dbsp_megatron.observability.atomic_file import write_text
+from dbsp_megatron.plan.cache_file import SavedLayer, read_layers, write_layers
 from dbsp_megatron.plan.integers import IntArray, checked_count
+from dbsp_megatron.plan.loads import plan_loads
 from dbsp_megatron.plan.partition import PartitionPlan, barrier_imbalance
-from dbsp_megatron.plan.planner import evaluate_loads
+from dbsp_megatron.plan.planner import fits
+from dbsp_megatron.plan.replan import ReplanRule
 from dbsp_megatron.plan.workload import Workload
 
-_JSON_FORMAT = 1
+_MAX_SHARED = 64
 
 
 @dataclass
@@ -29,6 +28,10 @@ class _Entry:
     reused: bool = False
     observed: Workload | None = None
     judged: Workload | None = None
+    planned: float = 1.0
+    """Imbalance of the last fresh plan on its own counts."""
+    head_blocks: IntArray | None = None
+    """Dense blocks of each head, of the newest counts known; all that outlives a change of the mesh."""
 
 
 class PlanCache:
@@ -38,17 +41,19 @@ class PlanCache:
     the same counts hold the same plans and agree on `reused` without talking. Nothing depends on clocks, ids or hash
     order.
 
-    A layer may have several entries, one for each `key`; a plan is only ever used for the key it was made for. When
-    there are more entries than `capacity`, the one that was not used for the longest time is dropped.
+    A layer may have several entries, one for each `key`; a plan is only ever used for the key it was made for. Layers
+    with the same counts share one plan. When there are more entries than `capacity`, the one that was not used for the
+    longest time is dropped.
 
     Args:
         planner: Makes a plan from counts; must be deterministic.
-        evaluate: Loads int64 [U, R, R] of a plan on counts it may not have been made for; default `evaluate_loads`.
-        replan_gain: A plan is replaced only if a fresh plan lowers the imbalance by more than this.
+        evaluate: Loads int64 [U, R, R] of a plan on counts it may not have been made for; default `plan_loads`.
+        rule: When to plan again; default `ReplanRule()`.
+        mesh: (U, R) of the planner; needed to use `homes` and to load plans of another mesh safely.
         capacity: Most entries kept, at least 1. It should cover the layers in use, or every step plans afresh.
 
     Raises:
-        ValueError: if `replan_gain` is negative or `capacity` below 1.
+        ValueError: if `capacity` is below 1.
     """
 
     def __init__(
@@ -56,18 +61,26 @@ class PlanCache:
         planner: Callable[[Workload], PartitionPlan],
         *,
         evaluate: Callable[[PartitionPlan, Workload], IntArray] | None = None,
-        replan_gain: float = 0.005,
+        rule: ReplanRule | None = None,
+        mesh: tuple[int, int] | None = None,
         capacity: int = 1024,
     ) -> None:
-        if not math.isfinite(replan_gain) or replan_gain < 0:
-            raise ValueError(f"replan_gain must be a finite number of at least 0, got {replan_gain!r}; 0.005 is usual")
         self._planner = planner
-        self._evaluate = evaluate or _loads_of
-        self._replan_gain = replan_gain
+        self._evaluate = evaluate or plan_loads
+        self.rule = rule or ReplanRule()
+        self._mesh = mesh
         self._capacity = checked_count("capacity", capacity)
         self._entries: OrderedDict[tuple[int, Hashable], _Entry] = OrderedDict()
+        self._shared: OrderedDict[bytes, tuple[Workload, PartitionPlan]] = OrderedDict()
+        self._reset_counters()
+
+    def _reset_counters(self) -> None:
         self.hits = 0
         self.plans = 0
+        self.shared = 0
+        self._steps: set[int] = set()
+        self._lost = 0.0
+        self._num_judged = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -78,21 +91,54 @@ class PlanCache:
         decisions = self.hits + self.plans
         return self.hits / decisions if decisions else 0.0
 
+    @property
+    def regret(self) -> float:
+        """Mean of what decisions lost against the best plan known for their counts.
+
+        In units of the time of a perfectly balanced call: the imbalance of the plan in use on the counts of its step,
+        minus that of a fresh plan on them, or, where none was made, minus what the last fresh plan of the layer
+        reached. Never below 0; 0.0 before the first counts.
+        """
+        return self._lost / self._num_judged if self._num_judged else 0.0
+
+    def stats(self) -> dict[str, float]:
+        """Plain numbers for logs.
+
+        Returns:
+            `hit_rate`; `regret` and `regret_us` (per call, if the rule knows the attention time); `replans_per_step`;
+            `shared`, plans taken over from another layer with the same counts.
+        """
+        return {
+            "hit_rate": self.reuse_fraction,
+            "regret": self.regret,
+            "regret_us": self.regret * self.rule.attention_us,
+            "replans_per_step": self.plans / len(self._steps) if self._steps else 0.0,
+            "shared": float(self.shared),
+        }
+
     def plan_for(
-        self, layer: int, step: int, workload: Workload | None = None, *, key: Hashable = None
+        self,
+        layer: int,
+        step: int,
+        workload: Workload | None = None,
+        *,
+        key: Hashable = None,
+        homes: tuple[IntArray, IntArray] | None = None,
     ) -> tuple[PartitionPlan, bool]:
         """Returns the plan of a layer at a step.
 
         The first call of a step decides; later calls of the same step (micro-batches, the recomputation of activations)
-        get the same answer whatever counts they bring. The old plan is kept unless its imbalance on the newest counts
-        exceeds that of a fresh plan by more than `replan_gain`.
+        get the same answer whatever counts they bring. The old plan is kept unless `rule` says that a fresh one is
+        worth it on the newest counts.
 
         Args:
             layer: Layer index.
             step: Optimizer or denoising step. Any other number than that of the last decision starts a new one, so a
                 second run may count from 0 again; call `clear()` between runs of a single step.
             workload: Counts of this step; None takes the last observed ones, usually those of the step before.
-            key: What a plan depends on beside counts (shapes, mesh, mask method).
+            key: What a plan depends on beside counts and mesh (shapes, batch, mask method).
+            homes: q_home int64 [Nq] and k_home int64 [Nk] of the layout in use. A plan or counts of another layout are
+                not used; what is left of them are the head sums, from which a first plan is made.
 
         Returns:
             The plan and whether the decision of this step kept it from an earlier one. Its `loads` are those of the
@@ -104,17 +150,22 @@ class PlanCache:
         entry = self._entry(layer, key)
         if workload is not None:
             entry.observed = workload
+        if homes is not None:
+            self._drop_other_layouts(entry, homes)
         if entry.plan is not None and entry.step == step:
             return entry.plan, entry.reused
         candidate = entry.observed
+        if candidate is None and entry.plan is None and homes is not None and entry.head_blocks is not None:
+            candidate = Workload.from_head_blocks(entry.head_blocks, *homes, math.prod(self._mesh or ()))
         if entry.plan is None and candidate is None:
             del self._entries[layer, key]
             raise ValueError(
                 f"layer {layer} has no plan and no counts at step {step} (key {key!r}); pass the workload of the "
                 "current step once, later steps can be planned from observed counts"
             )
-        entry.plan, entry.reused = self._decide(entry, candidate)
+        entry.plan, entry.reused = self._decide(entry, candidate, after_the_fact=workload is None)
         entry.step, entry.judged = step, candidate
+        self._steps.add(step)
         self.hits += entry.reused
         self.plans += not entry.reused
         return entry.plan, entry.reused
@@ -134,18 +185,24 @@ class PlanCache:
         checked_count("step", step, minimum=0)
         self._entry(layer, key).observed = workload
 
-    def knows(self, layer: int, key: Hashable = None) -> bool:
-        """Tells whether `plan_for` could answer for this layer without counts."""
+    def knows(self, layer: int, key: Hashable = None, homes: tuple[IntArray, IntArray] | None = None) -> bool:
+        """Tells whether `plan_for` could answer for this layer without counts; arguments as there."""
         entry = self._entries.get((layer, key))
-        return entry is not None and (entry.plan is not None or entry.observed is not None)
+        if entry is None:
+            return False
+        if homes is None:
+            return entry.plan is not None or entry.observed is not None
+        self._drop_other_layouts(entry, homes)
+        return entry.plan is not None or entry.observed is not None or entry.head_blocks is not None
 
     def clear(self) -> None:
         """Forgets all plans, counts and counters."""
         self._entries.clear()
-        self.hits = self.plans = 0
+        self._shared.clear()
+        self._reset_counters()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plans (not the counts) as JSON, atomically.
+        """Writes plans and head sums (not the other counts) as JSON, atomically.
 
         Args:
             path: File to write or replace.
@@ -153,17 +210,18 @@ class PlanCache:
         Raises:
             ValueError: if a key is not built from None, booleans, numbers, strings and tuples.
         """
-        entries = [
-            {"layer": layer, "key": _key_to_json(key), "plan": json.loads(entry.plan.to_json())}
+        layers = [
+            SavedLayer(layer, key, entry.plan, self._head_blocks_of(entry))
             for (layer, key), entry in self._entries.items()
             if entry.plan is not None
         ]
-        write_text(path, json.dumps({"format": _JSON_FORMAT, "entries": entries}, separators=(",", ":")) + "\n")
+        write_layers(path, layers)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replaces the contents by the plans of a file that `save` wrote.
+        """Replaces the contents by those of a file that `save` wrote, on a mesh of any size.
 
-        A loaded plan is judged like any other as soon as counts are known, and used unjudged until then.
+        A loaded plan is judged like any other as soon as counts are known, and used unjudged until then. On another
+        mesh or layout only the head sums are used, to make a first plan: pass `homes` to `plan_for` and `knows`.
 
         Args:
             path: File to read.
@@ -171,19 +229,13 @@ class PlanCache:
         Raises:
             ValueError: if the file is not such a file; the contents stay as they were.
         """
-        try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
-            if stored["format"] != _JSON_FORMAT:
-                raise ValueError(f"format is {stored['format']!r}, not {_JSON_FORMAT}")
-            loaded = [
-                (int(item["layer"]), _key_from_json(item["key"]), PartitionPlan.from_json(json.dumps(item["plan"])))
-                for item in stored["entries"]
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{os.fspath(path)} holds no plans: {error}; pass a file that save() wrote") from error
+        loaded = read_layers(path)
         self.clear()
-        for layer, key, plan in loaded:
-            self._entry(layer, key).plan = plan
+        for saved in loaded:
+            entry = self._entry(saved.layer, saved.key)
+            entry.head_blocks = saved.head_blocks
+            if saved.plan is not None and self._mesh in (None, (saved.plan.ulysses_degree, saved.plan.ring_degree)):
+                entry.plan = saved.plan
 
     def _entry(self, layer: int, key: Hashable) -> _Entry:
         entry = self._entries.setdefault((layer, key), _Entry())
@@ -192,63 +244,76 @@ class PlanCache:
             self._entries.popitem(last=False)
         return entry
 
-    def _decide(self, entry: _Entry, candidate: Workload | None) -> tuple[PartitionPlan, bool]:
-        """Chooses between the plan of the entry and a fresh one; the flag tells that the old one stays."""
+    def _drop_other_layouts(self, entry: _Entry, homes: tuple[IntArray, IntArray]) -> None:
+        if self._mesh is None:
+            raise ValueError("homes need the mesh: make the PlanCache with mesh=(ulysses_degree, ring_degree)")
+        head_blocks = self._head_blocks_of(entry)
+        for name, q_name, k_name in (
+            ("observed", "q_home", "k_home"),
+            ("plan", "q_block_home", "kv_block_home"),
+        ):
+            held = getattr(entry, name)
+            if held is None or all(
+                np.array_equal(getattr(held, attribute), home)
+                for attribute, home in zip((q_name, k_name), homes, strict=True)
+            ):
+                continue
+            setattr(entry, name, None)
+            entry.head_blocks, entry.judged, entry.step = head_blocks, None, None
+
+    @staticmethod
+    def _head_blocks_of(entry: _Entry) -> IntArray | None:
+        return entry.head_blocks if entry.observed is None else entry.observed.head_blocks
+
+    def _decide(self, entry: _Entry, candidate: Workload | None, after_the_fact: bool) -> tuple[PartitionPlan, bool]:
+        """Chooses between the plan of the entry and a fresh one; the flag tells that the old one stays.
+
+        `after_the_fact`: the counts are those of a step that has run with the plan of the entry.
+        """
         plan = entry.plan
         if candidate is None:
             if plan is None:
                 raise ValueError("neither counts nor a plan; pass the workload of the current step")
             return plan, True
-        if plan is None or not _fits(plan, candidate):
-            return self._planner(candidate), False
-        # Counts that were judged before give the same verdict again, without the cost of planning.
-        if entry.judged is not None and candidate.same_counts(entry.judged):
-            return plan, True
+        if plan is None or not fits(plan, candidate):
+            return self._fresh(entry, candidate), False
         current = barrier_imbalance(self._evaluate(plan, candidate))
-        if current - 1.0 <= self._replan_gain:
+        # Counts that were judged before give the same verdict again, without the cost of planning.
+        known = entry.judged is not None and candidate.same_counts(entry.judged)
+        if known or not self.rule.worth_planning(current, entry.planned):
+            self._judge(current - min(current, entry.planned))
             return plan, True
-        fresh = self._planner(candidate)
-        if current - fresh.imbalance > self._replan_gain:
-            return fresh, False
-        return plan, True
+        fresh = self._fresh(entry, candidate)
+        switch = self.rule.worth_switching(current, fresh.imbalance, _buys(fresh, plan))
+        used = fresh.imbalance if switch and not after_the_fact else current
+        self._judge(max(0.0, used - fresh.imbalance))
+        return (fresh, False) if switch else (plan, True)
+
+    def _judge(self, lost: float) -> None:
+        self._lost += lost
+        self._num_judged += 1
+
+    def _fresh(self, entry: _Entry, candidate: Workload) -> PartitionPlan:
+        """A plan for these counts, from another layer if one has made it already."""
+        key = candidate.head_blocks.tobytes()
+        held = self._shared.get(key)
+        if held is not None and held[0].same_counts(candidate):
+            plan = held[1]
+            self.shared += 1
+        else:
+            plan = self._planner(candidate)
+            self._shared[key] = (candidate, plan)
+            while len(self._shared) > _MAX_SHARED:
+                self._shared.popitem(last=False)
+        entry.planned = plan.imbalance
+        return plan
 
 
-def _loads_of(plan: PartitionPlan, workload: Workload) -> IntArray:
-    return evaluate_loads(
-        plan.head_owner,
-        plan.q_block_owner,
-        plan.kv_block_owner,
-        workload,
-        plan.ulysses_degree,
-        plan.ring_degree,
-    )
-
-
-def _fits(plan: PartitionPlan, workload: Workload) -> bool:
-    """Tells whether a plan was made for these heads, blocks and homes."""
+def _buys(fresh: PartitionPlan, kept: PartitionPlan) -> bool:
+    """Whether a fresh plan needs traffic that the kept one does not."""
     return (
-        plan.num_heads == workload.num_heads
-        and plan.ulysses_degree * plan.ring_degree == workload.num_ranks
-        and np.array_equal(plan.q_block_home, workload.q_home)
-        and np.array_equal(plan.kv_block_home, workload.k_home)
+        fresh.extra_kv_copies() > kept.extra_kv_copies()
+        or not np.array_equal(fresh.q_moves, kept.q_moves)
+        or not np.array_equal(fresh.q_block_owner, kept.q_block_owner)
+        or not np.array_equal(fresh.kv_block_owner, kept.kv_block_owner)
     )
-
-
-def _key_to_json(key: Hashable) -> Any:
-    """Tuples become lists; nothing else in a key may be a list, so the way back is unique."""
-    if isinstance(key, tuple):
-        return [_key_to_json(item) for item in key]
-    if key is None or isinstance(key, (bool, int, float, str)):
-        return key
-    raise ValueError(
-        f"a key must be built from None, booleans, numbers, strings and tuples to be saved, got "
-        f"{type(key).__name__}; pass such a key"
-    )
-
-
-def _key_from_json(value: Any) -> Hashable:
-    if isinstance(value, list):
-        return tuple(_key_from_json(item) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ValueError(f"a key cannot be {type(value).__name__}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from dbsp_megatron.plan.items import HEAD, RANK, cut_items
 
 if TYPE_CHECKING:
     from dbsp_megatron.plan.partition import PartitionPlan
@@ -13,11 +16,15 @@ _HEAD_REASONS = {
     "contiguous": "consecutive heads, as no other placement was asked for or was better",
     "paper": "heaviest head first to the least loaded rank, equal counts",
     "lpt_swap": "heaviest head first to the least loaded rank, then swaps and moves off the heaviest rank",
+    "split": "placed as whole heads, then only the surplus of a full rank is cut off, at a q-block",
 }
 _BLOCK_REASONS = {
     "home": "every block is computed by the ring rank that already holds it",
     "contiguous": "runs of consecutive blocks, made once at the model input",
     "stripe": "every R-th block, made once at the model input, so that hot regions spread over all ring ranks",
+    "hot_stripe": "every R-th block, exchanged within small windows until rows and columns are even on all ring ranks",
+    "minimal_move": "blocks stay at home but for the fewest that bring every ring rank under the tolerance",
+    "step_aware": "blocks leave their home where that evens out single ring steps",
     "paper": "heaviest block first to the least loaded ring rank, its home favoured",
 }
 _MAX_LISTED = 12
@@ -42,19 +49,27 @@ def explain_plan(plan: PartitionPlan) -> str:
         f"Heads by {plan.head_policy} ({_HEAD_REASONS.get(plan.head_policy, 'given by the caller')}):",
     ]
     for u in range(ulysses):
-        heads = np.flatnonzero(plan.head_owner == u)
+        mine = plan.head_items[plan.head_items[:, RANK] == u]
+        cut = cut_items(mine, plan.num_q_blocks)
+        pieces = [f"{h} q-blocks {begin}..{end - 1}" for h, begin, end, _ in mine[cut].tolist()]
+        number = len(mine) - len(pieces)
+        words = f"{number} {'head' if number == 1 else 'heads'} ({_listing(mine[~cut, HEAD].tolist())})"
+        if pieces:
+            words += f" and {len(pieces)} {'piece' if len(pieces) == 1 else 'pieces'} (head {_listing(pieces)})"
+        lines.append(f"  Ulysses rank {u}: {words}, {int(totals[u].sum())} dense blocks.")
+    if plan.num_split_heads:
         lines.append(
-            f"  Ulysses rank {u}: {heads.size} {'head' if heads.size == 1 else 'heads'} ({_listing(heads.tolist())}), "
-            f"{int(totals[u].sum())} dense blocks."
+            f"  Cut heads: {plan.num_split_heads}, which puts {plan.extra_kv_copies()} more K/V heads on the wire than "
+            "whole heads would."
         )
     lines.append(f"Blocks by {plan.block_policy} ({_BLOCK_REASONS.get(plan.block_policy, 'given by the caller')}):")
-    num_q = np.bincount(plan.q_block_owner, minlength=ring)
+    rows = plan.rows.sum(axis=0)
     num_kv = np.bincount(plan.kv_block_owner, minlength=ring)
     for r in range(ring):
         load = int(totals[:, r].sum())
-        lines.append(f"  Ring rank {r}: {int(num_q[r])} q-blocks, {int(num_kv[r])} k-blocks, {load} dense blocks.")
+        lines.append(f"  Ring rank {r}: {int(rows[r])} rows, {int(num_kv[r])} k-blocks, {load} dense blocks.")
     lines.append(
-        f"Moved from their home: {plan.moved_q_blocks.size} q-blocks ({plan.moved_q_fraction:.1%}), "
+        f"Moved from their home: {int(plan.moved_q_rows.sum())} (head, q-block) rows ({plan.moved_q_fraction:.2%}), "
         f"{plan.moved_kv_blocks.size} k-blocks ({plan.moved_kv_fraction:.1%})."
     )
     lines.append("Dense blocks by Ulysses rank (line) and ring rank (column):")
@@ -71,7 +86,7 @@ def explain_plan(plan: PartitionPlan) -> str:
     return "\n".join(lines)
 
 
-def _listing(items: list[int]) -> str:
+def _listing(items: Sequence[object]) -> str:
     if not items:
         return "none"
     shown = ", ".join(str(item) for item in items[:_MAX_LISTED])

@@ -7,12 +7,9 @@ import numpy as np
 from dbsp_megatron.plan.integers import IntArray, checked_count
 
 LAYOUT_POLICIES = ("contiguous", "stripe")
-UNAVAILABLE_BLOCK_POLICIES = ("hot_stripe", "minimal_move", "step_aware")
 
 
-def check_policy(
-    key: str, policy: str, available: tuple[str, ...], unavailable: tuple[str, ...] = UNAVAILABLE_BLOCK_POLICIES
-) -> None:
+def check_policy(key: str, policy: str, available: tuple[str, ...], unavailable: tuple[str, ...] = ()) -> None:
     """Refuses a policy that cannot be run, naming those that can.
 
     Args:
@@ -44,6 +41,8 @@ def block_homes(num_blocks: int, ulysses_degree: int, ring_degree: int, policy: 
     (2, 4, 8 for P = 8), so a layer may change its mesh along that chain and still find the blocks striped. With R = 1
     the chain consists of the primes of U alone, for the same reason.
 
+    Both are made from numbers alone; `hot_stripe` adapts the stripe to measured loads.
+
     Args:
         num_blocks: Token blocks in the sequence.
         ulysses_degree: Ulysses degree U.
@@ -54,8 +53,7 @@ def block_homes(num_blocks: int, ulysses_degree: int, ring_degree: int, policy: 
         int64 [num_blocks], sp rank of each block. Ranks differ by at most one block and may hold none.
 
     Raises:
-        ValueError: if a number is below 1 or the policy is unknown.
-        NotImplementedError: if the policy is known but not implemented.
+        ValueError: if a number is below 1 or the policy is no such layout.
     """
     num_blocks = checked_count("num_blocks", num_blocks)
     ulysses_degree = checked_count("ulysses_degree", ulysses_degree)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dbsp_megatron.plan.explain import explain_plan
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
+from dbsp_megatron.plan.items import HEAD, RANK, checked_items, cut_items, heads_per_row, kv_heads_by_rank, rows_by_rank
 
-_JSON_FORMAT = 1
+_JSON_FORMAT = 2
 _SCALARS = ("ulysses_degree", "ring_degree", "head_policy", "block_policy")
-_ARRAYS = ("head_owner", "q_block_owner", "kv_block_owner", "q_block_home", "kv_block_home", "loads")
+_ARRAYS = ("head_items", "q_block_owner", "kv_block_owner", "q_moves", "q_block_home", "kv_block_home", "loads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +38,11 @@ class PartitionPlan:
     """Head policy that made the plan, `auto` resolved."""
     block_policy: str
     """Block policy that made the plan, `auto` resolved; `home` when the blocks stay in a layout made elsewhere."""
-    head_owner: IntArray
-    """int64 [H], Ulysses rank that computes each head."""
+    head_items: IntArray
+    """int64 [n, 4], sorted (head, q_begin, q_end, Ulysses rank): rows of a head and who computes them; a cut head has
+    several items."""
     q_block_owner: IntArray
-    """int64 [Nq], ring rank that computes each q-block."""
+    """int64 [Nq], ring rank that computes each q-block, but for `q_moves`."""
     kv_block_owner: IntArray
     """int64 [Nk], ring rank that serves each k-block."""
     q_block_home: IntArray
@@ -48,39 +51,41 @@ class PartitionPlan:
     """int64 [Nk], sp rank that holds each k-block in the token layout."""
     loads: IntArray
     """int64 [U, R, R], dense blocks by Ulysses rank, ring rank and ring step, for the mask that was planned."""
+    q_moves: IntArray = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
+    """int64 [m, 3], (Ulysses rank, q-block, ring rank), sorted: q-blocks that the heads of one Ulysses rank have
+    computed by another ring rank than `q_block_owner` says."""
 
     def __post_init__(self) -> None:
-        for name in _ARRAYS:
-            shape = (None, None, None) if name == "loads" else (None,)
-            object.__setattr__(self, name, checked_array(name, getattr(self, name), shape))
-        self.validate()
-
-    def validate(self) -> None:
-        """Checks every number of the plan against the mesh.
-
-        Raises:
-            ValueError: naming the first number that does not fit.
-        """
         ulysses, ring = (checked_count(name, getattr(self, name)) for name in _SCALARS[:2])
-        checked_array("head_owner", self.head_owner, (None,), ulysses)
-        checked_array("q_block_owner", self.q_block_owner, (None,), ring)
-        checked_array("kv_block_owner", self.kv_block_owner, (None,), ring)
-        checked_array("q_block_home", self.q_block_home, self.q_block_owner.shape, ulysses * ring)
-        checked_array("kv_block_home", self.kv_block_home, self.kv_block_owner.shape, ulysses * ring)
-        checked_array("loads", self.loads, (ulysses, ring, ring))
-        num_heads = np.bincount(self.head_owner, minlength=ulysses)
-        num_rows = np.bincount(self.q_block_owner, minlength=ring)
-        for u, r in np.argwhere(self.loads.sum(axis=2) > 0).tolist():
-            if num_heads[u] == 0 or num_rows[r] == 0:
-                raise ValueError(
-                    f"loads gives {int(self.loads[u, r].sum())} dense blocks to Ulysses rank {u}, ring rank {r}, which "
-                    f"owns {int(num_heads[u])} heads and {int(num_rows[r])} q-blocks; compute loads from these owners"
-                )
+        q_owner = checked_array("q_block_owner", self.q_block_owner, (None,), ring)
+        kv_owner = checked_array("kv_block_owner", self.kv_block_owner, (None,), ring)
+        checked = {
+            "head_items": checked_items(self.head_items, q_owner.shape[0], ulysses),
+            "q_block_owner": q_owner,
+            "kv_block_owner": kv_owner,
+            "q_block_home": checked_array("q_block_home", self.q_block_home, q_owner.shape, ulysses * ring),
+            "kv_block_home": checked_array("kv_block_home", self.kv_block_home, kv_owner.shape, ulysses * ring),
+            "loads": checked_array("loads", self.loads, (ulysses, ring, ring)),
+            "q_moves": _checked_moves(self.q_moves, q_owner, ulysses, ring),
+        }
+        for name, array in checked.items():
+            object.__setattr__(self, name, array)
+        self._check_loads()
+
+    def _check_loads(self) -> None:
+        """A rank without rows cannot have work."""
+        idle = (self.rows == 0) & (self.loads.sum(axis=2) > 0)
+        if idle.any():
+            u, r = (int(i) for i in np.argwhere(idle)[0])
+            raise ValueError(
+                f"loads gives {int(self.loads[u, r].sum())} dense blocks to Ulysses rank {u}, ring rank {r}, to which "
+                "head_items, q_block_owner and q_moves give no row; count the loads of these owners"
+            )
 
     @property
     def num_heads(self) -> int:
         """Query heads H."""
-        return int(self.head_owner.shape[0])
+        return int(self.head_items[-1, HEAD]) + 1
 
     @property
     def num_q_blocks(self) -> int:
@@ -91,6 +96,63 @@ class PartitionPlan:
     def num_kv_blocks(self) -> int:
         """Columns of k-blocks Nk."""
         return int(self.kv_block_owner.shape[0])
+
+    @property
+    def head_owner(self) -> IntArray:
+        """int64 [H], Ulysses rank of each head.
+
+        Raises:
+            ValueError: if a head is cut and so has several.
+        """
+        if self.num_split_heads:
+            raise ValueError(
+                f"{self.num_split_heads} heads of this plan are cut and have no single owner; read head_items instead"
+            )
+        return self.head_items[:, RANK]
+
+    @property
+    def num_split_heads(self) -> int:
+        """Heads that are cut between Ulysses ranks."""
+        return int(np.unique(self.head_items[cut_items(self.head_items, self.num_q_blocks), HEAD]).size)
+
+    @cached_property
+    def heads_per_row(self) -> IntArray:
+        """int64 [U, Nq], heads that each Ulysses rank computes in each row of q-blocks."""
+        return heads_per_row(self.head_items, self.num_q_blocks, self.ulysses_degree)
+
+    def q_owner_of(self, ulysses_rank: int) -> IntArray:
+        """Ring rank of each q-block for the heads of one Ulysses rank, moves included: int64 [Nq]."""
+        mine = self.q_moves[self.q_moves[:, 0] == ulysses_rank]
+        if not mine.size:
+            return self.q_block_owner
+        owner = self.q_block_owner.copy()
+        owner[mine[:, 1]] = mine[:, 2]
+        return owner
+
+    @cached_property
+    def rows(self) -> IntArray:
+        """int64 [U, R], (head, q-block) rows that each rank computes."""
+        return rows_by_rank(self.head_items, self.q_block_owner, self.q_moves, self.ulysses_degree, self.ring_degree)
+
+    def kv_heads(self, num_kv_heads: int | None = None) -> list[IntArray]:
+        """K/V heads that each Ulysses rank needs, ascending; `num_kv_heads` Hkv divides H, default H."""
+        return kv_heads_by_rank(self.head_items, self.ulysses_degree, self._group_size(num_kv_heads))
+
+    def extra_kv_copies(self, num_kv_heads: int | None = None) -> int:
+        """K/V heads that ranks hold beyond one copy of each; what cut heads (and torn groups) cost."""
+        group = self._group_size(num_kv_heads)
+        held = self.head_items[:, RANK] * self.num_heads + self.head_items[:, HEAD] // group
+        return int(np.unique(held).size) - self.num_heads // group
+
+    def _group_size(self, num_kv_heads: int | None) -> int:
+        if num_kv_heads is None:
+            return 1
+        if num_kv_heads < 1 or self.num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={num_kv_heads} must divide the {self.num_heads} heads of the plan; pass the K/V heads "
+                "of this layer"
+            )
+        return self.num_heads // num_kv_heads
 
     @property
     def imbalance(self) -> float:
@@ -108,9 +170,23 @@ class PartitionPlan:
         return _over_mean(int(self.loads.max(axis=(0, 1)).sum()), self.loads)
 
     @cached_property
+    def moved_q_rows(self) -> IntArray:
+        """int64 [U], (head, q-block) rows of each Ulysses rank that are not computed by the ring rank of their home."""
+        home = self.q_block_home // self.ulysses_degree
+        rows = (self.heads_per_row * (self.q_block_owner != home)).sum(axis=1)
+        for u, block, target in self.q_moves.tolist():
+            was_moved = int(self.q_block_owner[block] != home[block])
+            rows[u] += self.heads_per_row[u, block] * (int(target != home[block]) - was_moved)
+        return rows
+
+    @cached_property
     def moved_q_blocks(self) -> IntArray:
-        """int64 [moved], q-blocks whose owner is not the ring rank of their home."""
-        return np.flatnonzero(self.q_block_owner != self.q_block_home // self.ulysses_degree)
+        """int64 [moved], q-blocks that some ring group computes on another ring rank than that of their home."""
+        home = self.q_block_home // self.ulysses_degree
+        moved = np.zeros(self.num_q_blocks, dtype=bool)
+        for u in range(self.ulysses_degree):
+            moved |= (self.q_owner_of(u) != home) & (self.heads_per_row[u] > 0)
+        return np.flatnonzero(moved)
 
     @cached_property
     def moved_kv_blocks(self) -> IntArray:
@@ -119,25 +195,22 @@ class PartitionPlan:
 
     @property
     def moved_q_fraction(self) -> float:
-        """Moved q-blocks over all q-blocks."""
-        return self.moved_q_blocks.size / self.num_q_blocks
+        """Moved (head, q-block) rows over all rows."""
+        return int(self.moved_q_rows.sum()) / (self.num_heads * self.num_q_blocks)
 
     @property
     def moved_kv_fraction(self) -> float:
         """Moved k-blocks over all k-blocks."""
         return self.moved_kv_blocks.size / self.num_kv_blocks
 
-    @property
-    def num_split_heads(self) -> int:
-        """Heads that are computed by more than one Ulysses rank; no policy does that."""
-        return 0
-
     @cached_property
     def digest(self) -> str:
         """Hex digest of mesh, owners and homes: equal on two ranks exactly when they would do the same exchange."""
         state = hashlib.blake2b(digest_size=16)
         state.update(f"{self.ulysses_degree},{self.ring_degree}".encode())
-        for name in _ARRAYS[:-1]:
+        for name in _ARRAYS:
+            if name == "loads":
+                continue
             array = getattr(self, name)
             state.update(f";{name}:{array.shape[0]}:".encode())
             state.update(array.astype("<i8").tobytes())
@@ -169,6 +242,8 @@ class PartitionPlan:
         missing = [name for name in ("digest", *_SCALARS, *_ARRAYS) if name not in fields]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(missing)}; pass what to_json() returned")
+        if fields["q_moves"] == []:
+            fields["q_moves"] = np.zeros((0, 3), dtype=np.int64)
         plan = cls(**{name: fields[name] for name in (*_SCALARS, *_ARRAYS)})
         if plan.digest != fields["digest"]:
             raise ValueError(
@@ -179,6 +254,25 @@ class PartitionPlan:
     def explain(self) -> str:
         """Returns a few lines of plain words: who got what and why, loads per rank, moved fractions."""
         return explain_plan(self)
+
+
+def _checked_moves(value: IntArray, q_owner: IntArray, ulysses_degree: int, ring_degree: int) -> IntArray:
+    """Moves as a read-only copy, each q-block of a Ulysses rank at most once and away from its owner."""
+    if np.asarray(value).shape == (0, 3):
+        return np.zeros((0, 3), dtype=np.int64)
+    moves = checked_array("q_moves", value, (None, 3))
+    limits = np.array([ulysses_degree, q_owner.shape[0], ring_degree])
+    key = moves[:, 0] * limits[1] + moves[:, 1]
+    fits: NDArray[np.bool_] = np.all(moves < limits, axis=1)
+    fits[1:] &= key[1:] > key[:-1]
+    fits[fits] &= q_owner[moves[fits, 1]] != moves[fits, 2]
+    if not fits.all():
+        row = int(np.flatnonzero(~fits)[0])
+        raise ValueError(
+            f"q_moves must be sorted (Ulysses rank, q-block, ring rank) below {limits.tolist()}, each q-block once and "
+            f"to another ring rank than its owner; entry {row} is {moves[row].tolist()}; drop or sort it"
+        )
+    return moves
 
 
 def barrier_cost(loads: IntArray) -> int:

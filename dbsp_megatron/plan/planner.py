@@ -1,24 +1,64 @@
-"""Makes partition plans from masks or from gathered counts."""
+"""Makes the partition plan of one layer from its counts, for a token layout that is given."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dbsp_megatron.plan.block_balance import assign_blocks_paper
-from dbsp_megatron.plan.head_balance import HEAD_POLICIES, UNAVAILABLE_HEAD_POLICIES, assign_heads
+from dbsp_megatron.plan.block_balance import assign_blocks_paper, step_aware_owner
+from dbsp_megatron.plan.block_moves import minimal_moves
+from dbsp_megatron.plan.head_balance import HEAD_POLICIES, assign_heads
+from dbsp_megatron.plan.head_split import split_heads
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
-from dbsp_megatron.plan.layout import block_homes, check_policy
+from dbsp_megatron.plan.items import RANK, heads_per_row, items_of_owners, rows_by_rank
+from dbsp_megatron.plan.layout import check_policy
+from dbsp_megatron.plan.loads import NO_MOVES, LoadCounter, check_mesh
 from dbsp_megatron.plan.partition import PartitionPlan, barrier_cost
-from dbsp_megatron.plan.workload import Workload, owner_counts
+from dbsp_megatron.plan.workload import Workload
 
-if TYPE_CHECKING:
-    from dbsp_megatron.block_mask import BlockMask
+BLOCK_POLICIES = ("auto", "home", "paper", "minimal_move", "step_aware")
+"""What may happen to blocks after the layout was made."""
 
-_LAYER_BLOCK_POLICIES = ("auto", "home", "paper")
-_BLOCK_POLICIES = ("auto", "contiguous", "stripe", "paper")
+PREDICT = Callable[[PartitionPlan], int]
+"""Predicted time of a plan as an integer (nanoseconds), so that ranks never differ in a comparison."""
+
+_MILLION = 1_000_000
+_COST_PER_BLOCK = 8
+_IN_TOLERANCE = 0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a plan should reach and what counts as work; one for all layers of a run.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    tolerance: float = 0.005
+    """A rank may have this share more than its fair part."""
+    row_overhead: float = 0.0
+    """Cost of a (head, q-block) row beside its dense blocks, in dense blocks, for all batch entries counted."""
+    num_kv_heads: int | None = None
+    """K/V heads Hkv that query heads share; None is one for each head."""
+    speeds: IntArray | None = None
+    """int64 [P], relative speed of every rank; None is equal speed."""
+    predict: PREDICT | None = None
+    """Predicted time of a plan. With it `auto` takes the fastest, else what meets the tolerance with least traffic."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance <= 1:
+            raise ValueError(f"tolerance must lie in 0..1, got {self.tolerance!r}; 0.005 is usual")
+        if not 0 <= self.row_overhead <= 1e6:
+            raise ValueError(f"row_overhead must lie in 0..1e6 dense blocks, got {self.row_overhead!r}; 0 ignores rows")
+        if self.speeds is not None:
+            speeds = checked_array("speeds", self.speeds, (None,))
+            if int(speeds.min()) < 1:
+                raise ValueError(f"speeds must be positive integers, got {speeds.tolist()}; 1000 for a usual rank")
+            object.__setattr__(self, "speeds", speeds)
 
 
 def plan_workload(
@@ -29,6 +69,7 @@ def plan_workload(
     head_policy: str = "auto",
     block_policy: str = "auto",
     reward: float = 2.0,
+    goal: Goal | None = None,
 ) -> PartitionPlan:
     """Plans one layer whose token layout is given.
 
@@ -36,193 +77,259 @@ def plan_workload(
         workload: Counts of the layer; its homes are the token layout.
         ulysses_degree: Ulysses degree U.
         ring_degree: Ring degree R.
-        head_policy: `contiguous`, `paper`, `lpt_swap` or `auto`: the one of `contiguous` and `lpt_swap` whose plan has
-            the lower imbalance, `contiguous` on ties.
-        block_policy: `home` (blocks stay), `paper` (needs `workload.blocks`) or `auto`, which is `home`.
+        head_policy: `contiguous`, `paper`, `lpt_swap`, `split` or `auto`. `auto` leaves heads contiguous if that meets
+            the tolerance, else splits them, or without `workload.row_tiles` moves whole heads (`lpt_swap`).
+        block_policy: `home` (blocks stay), `minimal_move` (single q-blocks leave the fullest ring ranks), `step_aware`
+            (q-blocks placed for every ring step), `paper` (the published rule; needs `workload.blocks`) or `auto`:
+            `home` if that meets the tolerance, else `minimal_move`.
         reward: Bias of the `paper` block policy towards staying at home.
+        goal: Tolerance and costs; default `Goal()`.
+
+    Returns:
+        The plan. Under `auto` it is contiguous heads with all blocks at home unless another is better by the sum of
+        both forms of the imbalance, each counted from the tolerance on.
 
     Raises:
         ValueError: if degrees, policies or counts do not fit.
-        NotImplementedError: if a policy is known but not implemented.
     """
     ulysses_degree = checked_count("ulysses_degree", ulysses_degree)
     ring_degree = checked_count("ring_degree", ring_degree)
-    check_policy("head_policy", head_policy, HEAD_POLICIES, UNAVAILABLE_HEAD_POLICIES)
-    check_policy("block_policy", block_policy, _LAYER_BLOCK_POLICIES)
-    _check_mesh(workload, ulysses_degree, ring_degree)
-    q_ring, kv_ring = workload.q_home // ulysses_degree, workload.k_home // ulysses_degree
-    if block_policy == "paper":
-        if workload.blocks is None:
-            raise ValueError(
-                "block_policy='paper' moves blocks and needs workload.blocks, which is None; build the workload with "
-                "Workload.from_mask or use block_policy='home'"
-            )
-        columns = workload.col_blocks
-        if columns is None:
-            columns = np.count_nonzero(workload.blocks, axis=(0, 1, 2))
-        q_ring = assign_blocks_paper(workload.row_blocks.sum(axis=0), q_ring, ring_degree, reward)
-        kv_ring = assign_blocks_paper(columns, kv_ring, ring_degree, reward)
-    tiles = _ring_tiles(q_ring, kv_ring, workload, ulysses_degree, ring_degree)
-    head_blocks = workload.row_blocks.sum(axis=1)
-    choices = ("contiguous", "lpt_swap") if head_policy == "auto" else (head_policy,)
-    plans = []
-    for choice in choices:
-        head_owner = assign_heads(head_blocks, ulysses_degree, choice)
-        loads = _loads_by_step(head_owner, tiles, ulysses_degree)
-        plans.append((barrier_cost(loads), choice, head_owner, loads))
-    _, choice, head_owner, loads = min(plans, key=lambda plan: plan[0])
-    return PartitionPlan(
-        ulysses_degree=ulysses_degree,
-        ring_degree=ring_degree,
-        head_policy=choice,
-        block_policy="home" if block_policy == "auto" else block_policy,
-        head_owner=head_owner,
-        q_block_owner=q_ring,
-        kv_block_owner=kv_ring,
-        q_block_home=workload.q_home,
-        kv_block_home=workload.k_home,
-        loads=loads,
-    )
+    check_policy("head_policy", head_policy, HEAD_POLICIES)
+    check_policy("block_policy", block_policy, BLOCK_POLICIES)
+    check_mesh(workload, ulysses_degree, ring_degree)
+    job = _Job(workload, ulysses_degree, ring_degree, block_policy, reward, goal or Goal())
+    if head_policy != "auto":
+        return job.finish(job.draft(head_policy, block_policy))
+    if job.goal.predict is not None:
+        return job.fastest()
+    nothing = job.draft("contiguous", "home" if block_policy == "auto" else block_policy)
+    if job.excess(nothing) == _IN_TOLERANCE:
+        return job.finish(nothing)
+    placed = job.draft("split" if workload.row_tiles is not None else "lpt_swap", block_policy)
+    if np.array_equal(placed.items, nothing.items):
+        placed = replace(placed, head_policy="contiguous")
+    return job.finish(min(placed, nothing, key=job.excess))
 
 
-def plan_partition(
-    mask: BlockMask,
-    ulysses_degree: int,
-    ring_degree: int,
-    head_policy: str = "auto",
-    block_policy: str = "auto",
-    reward: float = 2.0,
+def plan_or_stay(
+    planner: Callable[[Workload], PartitionPlan], workload: Workload, ulysses_degree: int, ring_degree: int
 ) -> PartitionPlan:
-    """Plans one layer from its whole mask, token layout included.
+    """Returns what a planner makes, or, with a warning, contiguous heads and blocks at home when that is no legal plan.
+
+    All ranks have the same counts, so all of them fall back or none.
 
     Args:
-        mask: The block mask, blocks bool [B|1, H, Nq, Nk], on any device.
-        ulysses_degree: Ulysses degree U.
-        ring_degree: Ring degree R.
-        head_policy: See `plan_workload`.
-        block_policy: `contiguous` or `stripe` token layout; `paper` moves blocks away from the contiguous layout;
-            `auto` takes the lower imbalance of `contiguous` and `stripe`, `contiguous` on ties. Neither moves blocks.
-        reward: Bias of the `paper` block policy towards staying at home.
-
-    Raises:
-        ValueError: if degrees or policies do not fit.
-        NotImplementedError: if a policy is known but not implemented.
-    """
-    check_policy("block_policy", block_policy, _BLOCK_POLICIES)
-    if block_policy == "auto":
-        # A ring of one holds every block, so the layout changes nothing.
-        layouts = ("contiguous", "stripe") if ring_degree > 1 else ("contiguous",)
-    else:
-        layouts = ("contiguous",) if block_policy == "paper" else (block_policy,)
-    plans = []
-    for layout in layouts:
-        plan = plan_workload(
-            _workload_in_layout(mask, ulysses_degree, ring_degree, layout),
-            ulysses_degree=ulysses_degree,
-            ring_degree=ring_degree,
-            head_policy=head_policy,
-            block_policy="paper" if block_policy == "paper" else "home",
-            reward=reward,
-        )
-        plans.append(plan if block_policy == "paper" else replace(plan, block_policy=layout))
-    return min(plans, key=lambda plan: barrier_cost(plan.loads))
-
-
-def sparse_imbalance(mask: BlockMask, ulysses_degree: int, ring_degree: int) -> float:
-    """Returns the imbalance without any balancing: contiguous heads, contiguous token blocks.
-
-    Args:
-        mask: The block mask, blocks bool [B|1, H, Nq, Nk], on any device.
-        ulysses_degree: Ulysses degree U.
-        ring_degree: Ring degree R.
-
-    Raises:
-        ValueError: if a degree is below 1.
-    """
-    return plan_partition(mask, ulysses_degree, ring_degree, "contiguous", "contiguous").imbalance
-
-
-def evaluate_loads(
-    head_owner: IntArray,
-    q_block_owner: IntArray,
-    kv_block_owner: IntArray,
-    workload: Workload,
-    ulysses_degree: int,
-    ring_degree: int,
-) -> IntArray:
-    """Counts the dense blocks that given owners compute on a workload, which need not be the one they were planned for.
-
-    At ring step `s` ring rank `r` holds the k-blocks owned by ring rank `(r - s) mod R`.
-
-    Args:
-        head_owner: int64 [H], Ulysses rank of each head.
-        q_block_owner: int64 [Nq], ring rank of each q-block.
-        kv_block_owner: int64 [Nk], ring rank of each k-block.
+        planner: Makes a plan from counts; may be a user's own.
         workload: The counts.
         ulysses_degree: Ulysses degree U.
         ring_degree: Ring degree R.
-
-    Returns:
-        int64 [U, R, R], by Ulysses rank, ring rank and ring step.
-
-    Raises:
-        ValueError: if the owners do not fit the workload, or move blocks while `workload.blocks` is None.
     """
-    ulysses_degree = checked_count("ulysses_degree", ulysses_degree)
-    ring_degree = checked_count("ring_degree", ring_degree)
-    _check_mesh(workload, ulysses_degree, ring_degree)
-    head_owner = checked_array("head_owner", head_owner, (workload.num_heads,), ulysses_degree)
-    q_ring = checked_array("q_block_owner", q_block_owner, (workload.num_q_blocks,), ring_degree)
-    kv_ring = checked_array("kv_block_owner", kv_block_owner, (workload.num_k_blocks,), ring_degree)
-    tiles = _ring_tiles(q_ring, kv_ring, workload, ulysses_degree, ring_degree)
-    return _loads_by_step(head_owner, tiles, ulysses_degree)
+    try:
+        plan = planner(workload)
+        problem = _misfit(plan, workload, ulysses_degree, ring_degree)
+    except Exception as error:  # whatever a planner raises, attention must go on the same way on every rank
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return plan
+    # Same text and place every time: Python shows it once.
+    warnings.warn(f"heads and blocks stay where they are: the planner failed ({problem})", RuntimeWarning, stacklevel=2)
+    return plan_workload(
+        workload,
+        ulysses_degree=ulysses_degree,
+        ring_degree=ring_degree,
+        head_policy="contiguous",
+        block_policy="home",
+    )
 
 
-def _check_mesh(workload: Workload, ulysses_degree: int, ring_degree: int) -> None:
-    if workload.num_ranks != ulysses_degree * ring_degree:
-        raise ValueError(
-            f"ulysses_degree={ulysses_degree} times ring_degree={ring_degree} must be the number of ranks of the "
-            f"workload, {workload.num_ranks}; change a degree or count the workload for "
-            f"{ulysses_degree * ring_degree} ranks"
+def _misfit(plan: PartitionPlan, workload: Workload, ulysses_degree: int, ring_degree: int) -> str | None:
+    """What keeps a plan from being used for a workload; None if nothing."""
+    if not isinstance(plan, PartitionPlan):
+        return f"it returned {type(plan).__name__} instead of a PartitionPlan"
+    if (plan.ulysses_degree, plan.ring_degree) != (ulysses_degree, ring_degree):
+        return f"its mesh is {plan.ulysses_degree} x {plan.ring_degree}, the run has {ulysses_degree} x {ring_degree}"
+    if not fits(plan, workload):
+        return "it is for other heads, blocks or homes than those counted"
+    return None
+
+
+def fits(plan: PartitionPlan, workload: Workload) -> bool:
+    """Tells whether a plan was made for these heads, blocks and homes."""
+    return (
+        plan.num_heads == workload.num_heads
+        and plan.ulysses_degree * plan.ring_degree == workload.num_ranks
+        and np.array_equal(plan.q_block_home, workload.q_home)
+        and np.array_equal(plan.kv_block_home, workload.k_home)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """A plan before it is checked: candidates are many, and most are dropped."""
+
+    head_policy: str
+    block_policy: str
+    items: IntArray
+    moves: IntArray
+    loads: IntArray
+
+
+class _Job:
+    """One layer to plan: what all candidates share."""
+
+    def __init__(
+        self, workload: Workload, ulysses_degree: int, ring_degree: int, block_policy: str, reward: float, goal: Goal
+    ) -> None:
+        self.workload, self.ulysses, self.ring, self.goal = workload, ulysses_degree, ring_degree, goal
+        self.q_ring, self.kv_ring = workload.q_home // ulysses_degree, workload.k_home // ulysses_degree
+        if block_policy == "paper":
+            self.q_ring, self.kv_ring = _paper_owners(workload, self.q_ring, self.kv_ring, ring_degree, reward)
+        self.counter = LoadCounter(workload, self.q_ring, self.kv_ring, ulysses_degree, ring_degree)
+        self.row_cost, self.head_cost = workload.row_blocks, workload.head_blocks
+        self.extra = round(_COST_PER_BLOCK * goal.row_overhead)
+        if self.extra:
+            self.row_cost = _COST_PER_BLOCK * workload.row_blocks + self.extra
+            self.head_cost = self.row_cost.sum(axis=1)
+        size = ulysses_degree * ring_degree
+        if goal.speeds is not None and goal.speeds.shape[0] != size:
+            raise ValueError(f"speeds must have one entry for each of {size} ranks, got {goal.speeds.shape[0]}; pass P")
+        speeds = np.ones(size, dtype=np.int64) if goal.speeds is None else goal.speeds
+        # Rank p = r*U + u.
+        self.speeds = speeds.reshape(ring_degree, ulysses_degree).T
+        self.share = _MILLION + round(goal.tolerance * _MILLION)
+        total, whole = int(self.head_cost.sum()) * self.share, int(speeds.sum()) * _MILLION
+        self.bounds = np.array([[total * s // whole for s in row] for row in self.speeds.tolist()], dtype=np.int64)
+
+    def draft(self, head_policy: str, block_policy: str, tolerance: float | None = None) -> _Draft:
+        """What given policies make; `auto` blocks move only where a rank exceeds its bound."""
+        speeds = None if self.goal.speeds is None else self.speeds.sum(axis=1)
+        kv_heads = self.goal.num_kv_heads
+        if head_policy == "split":
+            if tolerance is None:
+                # Between ring ranks the rest of the tolerance is left to the blocks.
+                tolerance = self.goal.tolerance * (0.8 if self.ring == 1 else 0.5)
+            items = split_heads(self.row_cost, self.ulysses, tolerance=tolerance, num_kv_heads=kv_heads, speeds=speeds)
+        else:
+            owner = assign_heads(self.head_cost, self.ulysses, head_policy, num_kv_heads=kv_heads, speeds=speeds)
+            items = items_of_owners(owner, self.workload.num_q_blocks)
+        loads = self.counter.count(items)
+        moves = self._moves(items, loads, block_policy)
+        if moves.size:
+            loads = self.counter.count(items, moves)
+        if block_policy == "auto":
+            block_policy = "minimal_move" if moves.size else "home"
+        return _Draft(head_policy, block_policy, items, moves, loads)
+
+    def finish(self, draft: _Draft) -> PartitionPlan:
+        """The checked plan of a draft."""
+        return PartitionPlan(
+            ulysses_degree=self.ulysses,
+            ring_degree=self.ring,
+            head_policy=draft.head_policy,
+            block_policy=draft.block_policy,
+            head_items=draft.items,
+            q_block_owner=self.q_ring,
+            kv_block_owner=self.kv_ring,
+            q_block_home=self.workload.q_home,
+            kv_block_home=self.workload.k_home,
+            loads=draft.loads,
+            q_moves=draft.moves,
         )
 
+    def _moves(self, items: IntArray, loads: IntArray, block_policy: str) -> IntArray:
+        """int64 [m, 3]; none without a ring, or when the counts by row are missing and nobody insists on moving."""
+        if self.ring == 1 or block_policy in ("home", "paper"):
+            return NO_MOVES
+        if self.workload.row_tiles is None:
+            if block_policy == "auto":
+                return NO_MOVES
+            raise ValueError(
+                f"block_policy={block_policy!r} moves q-blocks and needs workload.row_tiles, which is None; build the "
+                "workload with Workload.from_mask or use block_policy='home'"
+            )
+        full = np.any(self._costs(items, NO_MOVES, loads) > self.bounds, axis=1).tolist()
+        found = []
+        for u in range(self.ulysses):
+            mine = items[items[:, RANK] == u]
+            if block_policy == "step_aware":
+                owner = step_aware_owner(self._group_tiles(mine), self.q_ring, tolerance=self.goal.tolerance)
+                covered = heads_per_row(mine, self.workload.num_q_blocks, self.ulysses)[u] > 0
+                blocks = np.flatnonzero((owner != self.q_ring) & covered)
+                moved = np.stack([blocks, owner[blocks]], axis=1)
+            elif full[u]:
+                moved = minimal_moves(self._group_cost(mine), self.q_ring, self.bounds[u])
+                moved = moved[np.argsort(moved[:, 0], kind="stable")]
+            else:
+                continue
+            found.append(np.column_stack([np.full(len(moved), u, dtype=np.int64), moved]))
+        return np.concatenate(found) if found else NO_MOVES
 
-def _workload_in_layout(mask: BlockMask, ulysses_degree: int, ring_degree: int, layout: str) -> Workload:
-    num_q_blocks, num_k_blocks = mask.blocks.shape[-2:]
-    q_home = block_homes(num_q_blocks, ulysses_degree, ring_degree, layout)
-    k_home = block_homes(num_k_blocks, ulysses_degree, ring_degree, layout)
-    return Workload.from_mask(mask, q_home, k_home, ulysses_degree * ring_degree)
+    def _group_cost(self, items: IntArray) -> IntArray:
+        """int64 [Nq], cost of each q-block over items."""
+        cost = np.zeros(self.workload.num_q_blocks, dtype=np.int64)
+        for head, begin, end, _ in items.tolist():
+            cost[begin:end] += self.row_cost[head, begin:end]
+        return cost
+
+    def _group_tiles(self, items: IntArray) -> IntArray:
+        """int64 [Nq, R], dense blocks of each q-block against each ring rank's k-blocks, over items."""
+        tiles = np.zeros((self.workload.num_q_blocks, self.workload.num_ranks), dtype=np.int64)
+        row_tiles = self.workload.row_tiles
+        for head, begin, end, _ in items.tolist():
+            if row_tiles is not None:
+                tiles[begin:end] += row_tiles[head, begin:end]
+        return tiles.reshape(-1, self.ring, self.ulysses).sum(axis=2)
+
+    def _costs(self, items: IntArray, moves: IntArray, loads: IntArray) -> IntArray:
+        """int64 [U, R], cost of each rank in the unit of `row_cost`."""
+        totals: IntArray = loads.sum(axis=2)
+        if not self.extra:
+            return totals
+        rows = rows_by_rank(items, self.q_ring, moves, self.ulysses, self.ring)
+        return _COST_PER_BLOCK * totals + self.extra * rows
+
+    def excess(self, draft: _Draft) -> int:
+        """Both forms of the imbalance in millionths, each counted from the tolerance on."""
+        costs = self._costs(draft.items, draft.moves, draft.loads)
+        # A rank's share depends on its speed: cost over bound is its imbalance over 1 + tolerance.
+        over = max(
+            (cost - bound) * _MILLION // max(1, bound)
+            for cost, bound in zip(costs.ravel().tolist(), self.bounds.ravel().tolist(), strict=True)
+        )
+        limit = max(1, self.workload.total_blocks * self.share // (_MILLION * self.ulysses * self.ring))
+        barrier = (barrier_cost(draft.loads) - limit) * _MILLION // limit
+        return max(0, over) + max(0, barrier)
+
+    def fastest(self) -> PartitionPlan:
+        """The candidate with the lowest predicted time; doing nothing wins ties."""
+        predict = self.goal.predict
+        if predict is None:
+            raise ValueError("Goal.predict is None; pass a predictor to choose by time")
+        drafts = [self.draft("contiguous", "home"), self.draft("lpt_swap", "home")]
+        if self.workload.row_tiles is not None:
+            drafts += [self.draft("split", "home"), self.draft("split", "home", 4 * self.goal.tolerance)]
+            if self.ring > 1:
+                drafts += [self.draft(heads, "minimal_move") for heads in ("lpt_swap", "split")]
+        return min((self.finish(draft) for draft in drafts), key=predict)
 
 
-def _ring_tiles(
-    q_ring: IntArray, kv_ring: IntArray, workload: Workload, ulysses_degree: int, ring_degree: int
-) -> IntArray:
-    """Counts int64 [H, R, R] by ring rank of the q-block and of the k-block."""
-    num_heads = workload.num_heads
-    stays = np.array_equal(q_ring, workload.q_home // ulysses_degree) and np.array_equal(
-        kv_ring, workload.k_home // ulysses_degree
-    )
-    if stays:
-        by_axes = workload.tile_blocks.reshape(num_heads, ring_degree, ulysses_degree, ring_degree, ulysses_degree)
-        summed: IntArray = by_axes.sum(axis=(2, 4))
-        return summed
+def _paper_owners(
+    workload: Workload, q_ring: IntArray, kv_ring: IntArray, ring_degree: int, reward: float
+) -> tuple[IntArray, IntArray]:
     if workload.blocks is None:
         raise ValueError(
-            "owners that move blocks away from their home can only be counted on the mask, but workload.blocks is "
-            "None; build the workload with Workload.from_mask or keep every block on the ring rank of its home"
+            "block_policy='paper' moves blocks and needs workload.blocks, which is None; build the workload with "
+            "Workload.from_mask or use block_policy='home'"
         )
-    tiles = np.zeros((num_heads, ring_degree, ring_degree), dtype=np.int64)
-    for entry in workload.blocks:
-        for head, head_blocks in enumerate(entry):
-            np.add.at(tiles[head], q_ring, owner_counts(head_blocks, kv_ring, ring_degree))
-    return tiles
+    columns = workload.col_blocks
+    if columns is None:
+        columns = np.count_nonzero(workload.blocks, axis=(0, 1, 2))
+    return (
+        assign_blocks_paper(workload.row_blocks.sum(axis=0), q_ring, ring_degree, reward),
+        assign_blocks_paper(columns, kv_ring, ring_degree, reward),
+    )
 
 
-def _loads_by_step(head_owner: IntArray, tiles: IntArray, ulysses_degree: int) -> IntArray:
-    """Sums int64 [H, R, R] tiles over the heads of each Ulysses rank and orders the key side by ring step."""
-    by_group = np.zeros((ulysses_degree, *tiles.shape[1:]), dtype=np.int64)
-    np.add.at(by_group, head_owner, tiles)
-    ranks = np.arange(tiles.shape[1], dtype=np.int64)
-    served = (ranks[:, None] - ranks[None, :]) % tiles.shape[1]
-    loads: IntArray = by_group[:, ranks[:, None], served]
-    return loads
+def relabelled(plan: PartitionPlan, layout: str) -> PartitionPlan:
+    """Names the layout as the block policy of a plan that leaves every block in it."""
+    return replace(plan, block_policy=layout) if plan.block_policy == "home" else plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +39,9 @@ class Workload:
     num_ranks: int
     """Sequence-parallel degree P."""
     blocks: NDArray[np.bool_] | None = None
-    """bool [B, H, Nq, Nk], the mask itself; needed only for plans that move blocks."""
+    """bool [B, H, Nq, Nk], the mask itself; needed only for plans that move k-blocks (policy `paper`)."""
+    row_tiles: NDArray[np.int32] | None = None
+    """int32 [H, Nq, P], dense blocks of each row by home of the k-block; needed to cut heads and to move q-blocks."""
 
     def __post_init__(self) -> None:
         num_ranks = checked_count("num_ranks", self.num_ranks)
@@ -58,7 +61,19 @@ class Workload:
                 f"blocks must be bool [B, {num_heads}, {num_q_blocks}, {num_k_blocks}] like the counts, got "
                 f"{self.blocks.dtype} {list(self.blocks.shape)}; count the workload from this mask"
             )
+        row_tiles = self.row_tiles
+        if row_tiles is not None:
+            row_tiles = np.asarray(row_tiles)
+            if row_tiles.dtype.kind not in "iu" or row_tiles.shape != (num_heads, num_q_blocks, num_ranks):
+                raise ValueError(
+                    f"row_tiles must hold integers [{num_heads}, {num_q_blocks}, {num_ranks}], got {row_tiles.dtype} "
+                    f"{list(row_tiles.shape)}; count it from the mask of the other counts, by home of the k-block"
+                )
+            # The largest array of a workload: kept as it comes where the type allows, and only protected from writing.
+            row_tiles = row_tiles.astype(np.int32, copy=False).view()
+            row_tiles.setflags(write=False)
         for name, value in (
+            ("row_tiles", row_tiles),
             ("num_ranks", num_ranks),
             ("row_blocks", rows),
             ("tile_blocks", tiles),
@@ -71,8 +86,7 @@ class Workload:
 
     def _check_sums(self) -> None:
         """Compares the counts of rows, columns and tiles with one another."""
-        by_row = np.zeros((self.num_ranks, self.num_heads), dtype=np.int64)
-        np.add.at(by_row, self.q_home, self.row_blocks.T)
+        by_row = sums_by_owner(self.row_blocks, self.q_home, self.num_ranks).T
         in_tiles = self.tile_blocks.sum(axis=2).T
         if not np.array_equal(by_row, in_tiles):
             rank, head = (int(i) for i in np.argwhere(by_row != in_tiles)[0])
@@ -80,10 +94,20 @@ class Workload:
                 f"tile_blocks counts {int(in_tiles[rank, head])} dense blocks for head {head} in the q-blocks at home "
                 f"on rank {rank}, row_blocks counts {int(by_row[rank, head])}; count both from one mask and one layout"
             )
+        if self.row_tiles is not None:
+            # A product, as integer sums over this axis take many times as long; exact as in `tiles_of_rows`.
+            by_home = (np.ones(self.num_q_blocks) @ self.row_tiles.astype(np.float64)).astype(np.int64)
+            in_tiles = self.tile_blocks.sum(axis=1)
+            if not np.array_equal(by_home, in_tiles):
+                head, rank = (int(i) for i in np.argwhere(by_home != in_tiles)[0])
+                raise ValueError(
+                    f"tile_blocks counts {int(in_tiles[head, rank])} dense blocks for head {head} in the k-blocks at "
+                    f"home on rank {rank}, row_tiles counts {int(by_home[head, rank])}; count both from one mask and "
+                    "one layout"
+                )
         if self.col_blocks is None:
             return
-        by_column = np.zeros(self.num_ranks, dtype=np.int64)
-        np.add.at(by_column, self.k_home, self.col_blocks)
+        by_column = sums_by_owner(self.col_blocks[None], self.k_home, self.num_ranks)[0]
         in_tiles = self.tile_blocks.sum(axis=(0, 1))
         if not np.array_equal(by_column, in_tiles):
             rank = int(np.flatnonzero(by_column != in_tiles)[0])
@@ -108,19 +132,26 @@ class Workload:
         """Columns of k-blocks Nk."""
         return int(self.k_home.shape[0])
 
+    @cached_property
+    def head_blocks(self) -> IntArray:
+        """int64 [H], dense blocks of each head."""
+        return self.row_blocks.sum(axis=1)
+
     @property
     def total_blocks(self) -> int:
         """Dense blocks over batch, heads, rows and columns."""
         return int(self.row_blocks.sum())
 
     def same_counts(self, other: Workload) -> bool:
-        """Tells whether another workload would lead to the same plan, apart from plans that move blocks."""
+        """Tells whether another workload would lead to the same plan, apart from plans that move k-blocks."""
         return self is other or (
             self.num_ranks == other.num_ranks
+            and np.array_equal(self.head_blocks, other.head_blocks)
             and np.array_equal(self.q_home, other.q_home)
             and np.array_equal(self.k_home, other.k_home)
             and np.array_equal(self.tile_blocks, other.tile_blocks)
             and np.array_equal(self.row_blocks, other.row_blocks)
+            and _equal_or_absent(self.row_tiles, other.row_tiles)
         )
 
     @staticmethod
@@ -142,6 +173,29 @@ class Workload:
         return Workload.from_blocks(mask.numpy(), q_home, k_home, num_ranks)
 
     @staticmethod
+    def from_head_blocks(head_blocks: IntArray, q_home: IntArray, k_home: IntArray, num_ranks: int) -> Workload:
+        """Estimates a workload of which only the head sums are known: every head as even as integers allow.
+
+        Args:
+            head_blocks: int64 [H], dense blocks of each head.
+            q_home: int64 [Nq], sp rank of each q-block.
+            k_home: int64 [Nk], sp rank of each k-block.
+            num_ranks: Sequence-parallel degree P.
+
+        Raises:
+            ValueError: if homes do not fit the number of ranks.
+        """
+        num_ranks = checked_count("num_ranks", num_ranks)
+        heads = checked_array("head_blocks", head_blocks, (None,))
+        q_home = checked_array("q_home", q_home, (None,), num_ranks)
+        k_home = checked_array("k_home", k_home, (None,), num_ranks)
+        rows = _spread(heads, np.ones(q_home.shape[0], dtype=np.int64))
+        by_rank = np.bincount(k_home, minlength=num_ranks)
+        row_tiles = _spread(rows.ravel(), by_rank).reshape(*rows.shape, num_ranks)
+        tiles = tiles_of_rows(row_tiles, q_home, num_ranks)
+        return Workload(rows, tiles, None, q_home, k_home, num_ranks)
+
+    @staticmethod
     def from_blocks(blocks: NDArray[np.bool_], q_home: IntArray, k_home: IntArray, num_ranks: int) -> Workload:
         """Counts blocks bool [B, H, Nq, Nk] on the host; see `from_mask`."""
         num_heads, num_q_blocks, num_k_blocks = blocks.shape[1:]
@@ -150,14 +204,55 @@ class Workload:
         k_home = checked_array("k_home", k_home, (num_k_blocks,), num_ranks)
         rows = np.zeros((num_heads, num_q_blocks), dtype=np.int64)
         columns = np.zeros(num_k_blocks, dtype=np.int64)
-        tiles = np.zeros((num_heads, num_ranks, num_ranks), dtype=np.int64)
+        row_tiles = np.zeros((num_heads, num_q_blocks, num_ranks), dtype=np.int32)
         for entry in blocks:
             for head, head_blocks in enumerate(entry):
-                by_column = owner_counts(head_blocks, k_home, num_ranks)
-                rows[head] += by_column.sum(axis=1)
+                row_tiles[head] += owner_counts(head_blocks, k_home, num_ranks)
                 columns += np.count_nonzero(head_blocks, axis=0)
-                np.add.at(tiles[head], q_home, by_column)
-        return Workload(rows, tiles, columns, q_home, k_home, num_ranks, blocks)
+        rows[:] = row_tiles.sum(axis=2)
+        tiles = tiles_of_rows(row_tiles, q_home, num_ranks)
+        return Workload(rows, tiles, columns, q_home, k_home, num_ranks, blocks, row_tiles)
+
+
+def _equal_or_absent(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
+
+
+def _spread(total: IntArray, shares: IntArray) -> IntArray:
+    """Splits each of int64 [K] into integers proportional to shares [N] that sum to it: int64 [K, N]."""
+    edges = np.concatenate(([0], np.cumsum(shares)))
+    return np.diff(total[:, None] * edges // edges[-1], axis=1)
+
+
+def tiles_of_rows(row_tiles: NDArray[np.int32] | IntArray, q_owner: IntArray, num_owners: int) -> IntArray:
+    """Sums counts of rows by the owner of the row.
+
+    Args:
+        row_tiles: int [..., Nq, K], counts of each row.
+        q_owner: int64 [Nq].
+        num_owners: Owners that exist.
+
+    Returns:
+        int64 [..., num_owners, K].
+    """
+    # A float64 product is exact here (sums stay far below 2**53) and many times faster than integer scatter.
+    product: IntArray = (one_hot(q_owner, num_owners).T @ row_tiles.astype(np.float64)).astype(np.int64)
+    return product
+
+
+def sums_by_owner(values: IntArray, owner: IntArray, num_owners: int) -> IntArray:
+    """Sums int64 [K, N] over the columns of each owner: int64 [K, num_owners]."""
+    product: IntArray = (values.astype(np.float64) @ one_hot(owner, num_owners)).astype(np.int64)
+    return product
+
+
+def one_hot(owner: IntArray, num_owners: int) -> NDArray[np.float64]:
+    """float64 [N, num_owners], 1 where a column owns the row."""
+    table = np.zeros((owner.shape[0], num_owners))
+    table[np.arange(owner.shape[0]), owner] = 1.0
+    return table
 
 
 def owner_counts(head_blocks: NDArray[np.bool_], owner: IntArray, num_owners: int) -> IntArray:
@@ -171,8 +266,7 @@ def owner_counts(head_blocks: NDArray[np.bool_], owner: IntArray, num_owners: in
     Returns:
         int64 [Nq, num_owners].
     """
-    one_hot = np.zeros((owner.shape[0], num_owners), dtype=np.float32)
-    one_hot[np.arange(owner.shape[0]), owner] = 1.0
     # A float32 product is exact here (sums stay far below 2**24) and many times faster than integer reductions.
-    product: IntArray = (head_blocks.astype(np.float32) @ one_hot).astype(np.int64)
+    table = one_hot(owner, num_owners).astype(np.float32)
+    product: IntArray = (head_blocks.astype(np.float32) @ table).astype(np.int64)
     return product

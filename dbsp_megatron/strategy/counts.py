@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.collectives import gather_vectors
+from dbsp_megatron.kernels.block_counts import block_counts
 from dbsp_megatron.plan import Workload, block_homes
 from dbsp_megatron.strategy.layout import TokenLayout
 
@@ -41,12 +42,6 @@ def counts_of_mask(mask: BlockMask, layout: TokenLayout, ulysses_degree: int, ri
     return LayerCounts(here, plain, float(mask.numpy().mean()) if mask.blocks.numel() else 0.0)
 
 
-def _by_home(rows: Tensor, homes: Tensor, size: int) -> Tensor:
-    """Dense blocks by home of the k-block: bool [B, H, nb, N] -> int64 [H, nb, P], summed over the batch."""
-    counts = rows.sum(0, dtype=torch.int64)
-    return counts.new_zeros((*counts.shape[:2], size)).index_add_(2, homes, counts)
-
-
 def gather_counts(
     rows: Tensor,
     layout: TokenLayout,
@@ -69,16 +64,17 @@ def gather_counts(
     heads, num = rows.shape[1], layout.num_blocks
     plain = block_homes(num, ulysses_degree, ring_degree, "contiguous")
     local = layout.local_blocks
-    by_home = _by_home(rows, torch.from_numpy(layout.homes).to(rows.device), size).cpu()
-    by_plain = _by_home(rows, torch.from_numpy(plain).to(rows.device), size).cpu()
+    by_home, column_sums = (x.cpu().long() for x in block_counts(rows, layout.homes_on(rows.device), size))
+    by_plain = block_counts(rows, torch.from_numpy(plain).to(rows.device), size)[0].cpu().long()
     longest = int(np.bincount(layout.homes, minlength=size).max())
     row_sums = torch.zeros((longest, heads), dtype=torch.int64)
     row_sums[: len(local)] = by_home.sum(-1).T
     plain_tiles = torch.zeros((size, heads, size), dtype=torch.int64)
     plain_tiles.index_add_(0, torch.from_numpy(plain[local]), by_plain.transpose(0, 1))
-    mine = torch.cat([x.flatten() for x in (row_sums, by_home.sum(1), plain_tiles)])
+    mine = torch.cat([x.flatten() for x in (row_sums, by_home.sum(1), plain_tiles, column_sums)])
     gathered = mine[None] if group is None else gather_vectors(mine, group)
-    all_rows, tiles, all_plain = gathered.split([longest * heads, heads * size, size * heads * size], dim=1)
+    lengths = [longest * heads, heads * size, size * heads * size, num]
+    all_rows, tiles, all_plain, all_columns = gathered.split(lengths, dim=1)
 
     row_blocks = np.zeros((heads, num), dtype=np.int64)
     for rank in range(size):
@@ -86,14 +82,10 @@ def gather_counts(
         row_blocks[:, held] = all_rows[rank].view(longest, heads)[: len(held)].T.numpy()
     tile_blocks = tiles.reshape(size, heads, size).transpose(0, 1).numpy()
     plain_blocks = all_plain.sum(0).view(size, heads, size).transpose(0, 1).numpy()
-    blocks: NDArray[np.bool_] | None = None
-    columns: NDArray[np.int64] | None = None
-    if whole_mask:
-        blocks = gather_mask(rows, layout)
-        columns = blocks.sum(axis=(0, 1, 2), dtype=np.int64)
+    blocks: NDArray[np.bool_] | None = gather_mask(rows, layout) if whole_mask else None
     possible = rows.shape[0] * heads * num * num
     return LayerCounts(
-        Workload(row_blocks, tile_blocks, columns, layout.homes, layout.homes, size, blocks),
+        Workload(row_blocks, tile_blocks, all_columns.sum(0).numpy(), layout.homes, layout.homes, size, blocks),
         Workload(row_blocks, plain_blocks, None, plain, plain, size),
         float(row_blocks.sum() / possible) if possible else 0.0,
     )

@@ -37,9 +37,10 @@ class DualBalanced(SequenceParallelStrategy):
         With `head_policy="auto"` heads leave their contiguous places only for a gain above `replan_gain`: a smaller one
         is lost again as soon as the counts drift.
         """
-        planned = self._plan(workload, self.config.head_policy)
-        if self.config.head_policy != "auto" or planned.head_policy == "contiguous":
-            return planned
+        if self.config.head_policy != "auto":
+            return self._plan(workload, self.config.head_policy)
+        # Whole heads: the exchange has no rows of a part of a head yet.
+        planned = self._plan(workload, "lpt_swap")
         contiguous = self._plan(workload, "contiguous")
         return planned if contiguous.imbalance - planned.imbalance > self.config.replan_gain else contiguous
 

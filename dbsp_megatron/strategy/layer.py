@@ -21,7 +21,7 @@ from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.masks import MaskMethod, pool_blocks
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
-from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads
+from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads, plan_loads
 from dbsp_megatron.plan.layout import balanced_runs
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
 from dbsp_megatron.strategy.config import SequenceParallelConfig
@@ -266,8 +266,7 @@ class LayerRunner:
         watch: Stopwatch,
         num_bytes: int,
     ) -> None:
-        mesh = (self.mesh.ulysses_degree, self.mesh.ring_degree)
-        loads = evaluate_loads(plan.head_owner, plan.q_block_owner, plan.kv_block_owner, counts.workload, *mesh)
+        loads = plan_loads(plan, counts.workload)
         record = records.layer(layer)
         record.imbalance_before = self._contiguous_imbalance(counts)
         record.imbalance_after = barrier_imbalance(loads)

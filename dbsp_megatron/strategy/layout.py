@@ -48,6 +48,7 @@ class TokenLayout:
         self.seqlen, self.block_size, self.policy, self.rank = seqlen, block_size, policy, rank
         self.num_blocks = num_blocks(seqlen, block_size)
         self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
+        self._homes_on: dict[torch.device, Tensor] = {}
         # Every attention call asks for it, so it is made once.
         self.token_homes = np.repeat(self.homes, block_size)[:seqlen]
         size = ulysses_degree * ring_degree
@@ -57,6 +58,12 @@ class TokenLayout:
         blocks = [torch.from_numpy(np.flatnonzero(self.homes == p)) for p in range(size)]
         self._block_rows = RowMap(blocks, rank, group)
         self.positions: Tensor = positions[rank]
+
+    def homes_on(self, device: torch.device) -> Tensor:
+        """`homes` as a tensor, copied to a device once."""
+        if device not in self._homes_on:
+            self._homes_on[device] = torch.from_numpy(self.homes).to(device)
+        return self._homes_on[device]
 
     def homes_for(self, block_size: int) -> np.ndarray:
         """Sp rank of the first token of each block of another block size, int64 [ceil(S / block_size)]."""

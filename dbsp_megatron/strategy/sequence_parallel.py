@@ -22,6 +22,7 @@ from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
 from dbsp_megatron.plan import PartitionPlan, PlanCache
+from dbsp_megatron.plan.replan import ReplanRule
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import gather_mask
@@ -97,7 +98,11 @@ class SequenceParallel:
         self.group = group
         self.size, self.rank = size, self.mesh.rank
         self.ulysses_degree, self.ring_degree = self.mesh.ulysses_degree, self.mesh.ring_degree
-        self.cache = PlanCache(self.strategy.plan, replan_gain=config.replan_gain)
+        self.cache = PlanCache(
+            self.strategy.plan,
+            rule=ReplanRule(min_gain=config.replan_gain),
+            mesh=(self.ulysses_degree, self.ring_degree),
+        )
         self.records = StepRecords()
         self._runner = LayerRunner(self.config, self.strategy, self.groups, self.mesh, self.cache)
         self._layouts: OrderedDict[tuple[int, int], TokenLayout] = OrderedDict()

@@ -13,7 +13,7 @@ from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.observability import RunFolder, closing_table, get_logger, read_metrics
 from dbsp_megatron.observability.atomic_file import write_text
-from dbsp_megatron.plan import PartitionPlan, Workload, block_homes, evaluate_loads, plan_partition
+from dbsp_megatron.plan import PartitionPlan, Workload, block_homes, plan_loads, plan_partition
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.distributed import World
 
@@ -140,7 +140,7 @@ def partition_arrays(blocks: np.ndarray, plan: PartitionPlan, block_size: int) -
     baseline = plan_partition(mask, ulysses, ring, head_policy="contiguous", block_policy="contiguous")
     # The plan's own loads are those of the counts it was made from: other samples, maybe an older step.
     workload = Workload.from_mask(mask, plan.q_block_home, plan.kv_block_home, ulysses * ring)
-    loads = evaluate_loads(plan.head_owner, plan.q_block_owner, plan.kv_block_owner, workload, ulysses, ring)
+    loads = plan_loads(plan, workload)
     return {
         "mask": blocks,
         "head_owner": plan.head_owner,

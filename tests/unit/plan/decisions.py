@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dbsp_megatron.plan import PartitionPlan, PlanCache, Workload, block_homes, plan_workload
+from dbsp_megatron.plan.replan import ReplanRule
 
 
 def random_workload(seed: int, ulysses_degree: int, ring_degree: int) -> Workload:
@@ -19,8 +20,8 @@ def random_workload(seed: int, ulysses_degree: int, ring_degree: int) -> Workloa
 def planned() -> list[str]:
     """JSON and digest of plans of every policy."""
     lines = []
-    for head_policy in ("contiguous", "paper", "lpt_swap", "auto"):
-        for block_policy in ("home", "paper"):
+    for head_policy in ("contiguous", "paper", "lpt_swap", "split", "auto"):
+        for block_policy in ("home", "paper", "minimal_move", "step_aware"):
             plan = plan_workload(
                 random_workload(5, 3, 2),
                 ulysses_degree=3,
@@ -38,7 +39,7 @@ def decided() -> list[str]:
     def planner(workload: Workload) -> PartitionPlan:
         return plan_workload(workload, ulysses_degree=2, ring_degree=2)
 
-    cache = PlanCache(planner, replan_gain=0.1)
+    cache = PlanCache(planner, rule=ReplanRule(min_gain=0.1))
     lines = []
     for step in range(8):
         for layer in range(2):

@@ -41,7 +41,7 @@ def workload_in(mask: BlockMask, ulysses_degree: int, ring_degree: int, layout: 
 
 
 def without_blocks(workload: Workload) -> Workload:
-    """The counts alone, as ranks gather them."""
+    """The sums alone, of which nothing can be cut or moved."""
     return Workload(
         workload.row_blocks,
         workload.tile_blocks,
@@ -57,12 +57,15 @@ def sliced_loads(mask: BlockMask, plan: PartitionPlan) -> NDArray[np.int64]:
     blocks = mask.blocks.numpy()
     ulysses, ring = plan.ulysses_degree, plan.ring_degree
     loads = np.zeros((ulysses, ring, ring), dtype=np.int64)
-    for u in range(ulysses):
-        for r in range(ring):
+    for head, begin, end, u in plan.head_items.tolist():
+        owner = plan.q_block_owner.copy()
+        for rank, block, target in plan.q_moves.tolist():
+            if rank == u:
+                owner[block] = target
+        for row in range(begin, end):
             for step in range(ring):
-                served = plan.kv_block_owner == (r - step) % ring
-                part = blocks[:, plan.head_owner == u][:, :, plan.q_block_owner == r][:, :, :, served]
-                loads[u, r, step] = part.sum()
+                served = plan.kv_block_owner == (owner[row] - step) % ring
+                loads[u, owner[row], step] += blocks[:, head, row, served].sum()
     return loads
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsp_megatron.plan import block_homes
+from dbsp_megatron.plan.layout import LAYOUT_POLICIES, balanced_runs, block_homes, check_policy
 from tests.unit.plan.plan_cases import DEGREES
 
 
@@ -71,9 +71,23 @@ def test_block_homes_stripe_reverses_bits_of_eight_ranks() -> None:
 
 
 @pytest.mark.parametrize("policy", ["hot_stripe", "minimal_move", "step_aware"])
-def test_block_homes_names_available_policies(policy: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"block_policy='{policy}'.*contiguous, stripe"):
+def test_block_homes_refuses_policies_that_need_loads(policy: str) -> None:
+    with pytest.raises(ValueError, match=f"block_policy='{policy}' is unknown; use one of contiguous, stripe"):
         block_homes(8, 2, 2, policy)
+
+
+def test_check_policy_accepts_available_and_tells_the_other_two_apart() -> None:
+    for policy in LAYOUT_POLICIES:
+        check_policy("key", policy, LAYOUT_POLICIES, ("later",))
+    with pytest.raises(NotImplementedError, match="key='later' is not implemented; use one of contiguous, stripe"):
+        check_policy("key", "later", LAYOUT_POLICIES, ("later",))
+    with pytest.raises(ValueError, match="key='later' is unknown; use one of contiguous, stripe"):
+        check_policy("key", "later", LAYOUT_POLICIES)
+
+
+def test_balanced_runs_deals_longer_runs_first_and_leaves_late_ranks_empty() -> None:
+    assert balanced_runs(7, 3).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert balanced_runs(2, 5).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
