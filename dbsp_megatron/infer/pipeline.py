@@ -102,6 +102,8 @@ class SamplingPipeline:
         balance: list[tuple[float, float]] = []
         with ProgressBar(sample.steps, self.world.is_main, f"sample {index + 1}/{sample.num_samples}") as bar:
             for step in range(sample.steps):
+                x, *held = self.sharded.relaid([x, *sampler.held()], grid)
+                sampler.hold(held)
                 self.sp.begin_step(step)
                 timesteps = torch.full((1,), schedule[step], device=self.world.device)
                 with self.sharded.session(grid):

@@ -29,6 +29,14 @@ class Sampler(Protocol):
         """Go from `schedule[index]` to `schedule[index + 1]`, given the velocity at (x, schedule[index])."""
         ...
 
+    def held(self) -> list[Tensor]:
+        """Tensors in the token order of `x` that are kept from step to step."""
+        ...
+
+    def hold(self, tensors: list[Tensor]) -> None:
+        """Takes the tensors of `held` back, in another token order."""
+        ...
+
 
 class EulerSampler:
     """x += dt * velocity."""
@@ -39,6 +47,13 @@ class EulerSampler:
     def step(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
         """See `Sampler.step`; computed in fp32."""
         return x.float() + (self._schedule[index + 1] - self._schedule[index]) * velocity.float()
+
+    def held(self) -> list[Tensor]:
+        """See `Sampler.held`; none."""
+        return []
+
+    def hold(self, tensors: list[Tensor]) -> None:
+        """See `Sampler.hold`."""
 
 
 class UniPCSampler:
@@ -65,6 +80,15 @@ class UniPCSampler:
         self._data = [*self._data[-1:], data]
         self._start = x
         return self._predict(x, index)
+
+    def held(self) -> list[Tensor]:
+        """See `Sampler.held`; data predictions of the last steps and the last input."""
+        return [*self._data, *([] if self._start is None else [self._start])]
+
+    def hold(self, tensors: list[Tensor]) -> None:
+        """See `Sampler.hold`."""
+        self._data, rest = tensors[: len(self._data)], tensors[len(self._data) :]
+        self._start = rest[0] if rest else None
 
     def _predict(self, x: Tensor, index: int) -> Tensor:
         """UniP: from index to index + 1, with the slope of the last two data predictions."""

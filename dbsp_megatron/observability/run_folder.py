@@ -85,7 +85,8 @@ class RunFolder:
         if self.is_main:
             with atomic_path(self.path / f"{name}.npz") as temporary:
                 # NumPy before 2.1 would store an argument allow_pickle as one more array, so there is none.
-                np.savez_compressed(temporary, **arrays)
+                save: Any = np.savez_compressed
+                save(temporary, **arrays)
 
     def _write(self, name: str, text: str) -> None:
         if not self.is_main:

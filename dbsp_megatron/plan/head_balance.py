@@ -38,8 +38,9 @@ def assign_heads(
       heaviest rank and another until it is within 0.2 % of the mean or none gains. While it then is more than 0.5 %
       above the mean, up to two heads are exchanged for up to two, which makes counts uneven (below that the extra rows
       on one rank would cost more than what is saved). If it ends above 0.5 %, the greedy without the equal-count rule
-      is improved likewise. The lowest heaviest load of these and `contiguous` wins, in this order on ties. Query heads
-      that share K and V stay together unless that costs more than 0.5 % and separate heads are better.
+      and `contiguous` are improved likewise. The lowest heaviest load of these and of `contiguous` itself wins, in this
+      order on ties. Query heads that share K and V stay together, unless that ends above 0.5 % and separate heads are
+      better.
     * `auto`: `contiguous`, unless `lpt_swap` has a lower heaviest load.
 
     Args:
@@ -47,8 +48,8 @@ def assign_heads(
         ulysses_degree: Ulysses degree U; may exceed H, then some ranks have no head.
         policy: One of the names above.
         num_kv_heads: K/V heads Hkv; query heads `h` of equal `h // (H // Hkv)` share one. None stands for H.
-        speeds: int64 [U], relative speed of each rank, at least 1; balanced means equal load over speed, and so does
-            `heaviest` above. None for equal speeds. `contiguous` and `paper` ignore both.
+        speeds: int64 [U], relative speed of each rank, at least 1; the heaviest rank then is that of the largest load
+            over speed. None for equal speeds. `contiguous` and `paper` ignore speeds and groups.
 
     Returns:
         int64 [H], Ulysses rank of each head. Ties are broken by index, only integers are compared.
@@ -150,14 +151,20 @@ def _lpt_swap(
     for size in (group_size, 1):
         search = ItemSearch(sums_of_groups(costs, size), num_ranks, speeds)
         good, uneven = (search.level(total, part) for part in (_GOOD_PER_MILLION, _UNEVEN_PER_MILLION))
-        # With speeds equal counts are no aim, and with one head on a rank there is one way only.
-        for equal_counts in (True, False) if speeds is None and num_ranks * size < len(costs) else (False,):
-            search.place(equal_counts=equal_counts)
+        for start in ("equal", "free", "contiguous"):
+            # With speeds equal counts are no aim, and with one unit on a rank there is one way only.
+            if start == "equal" and (speeds is not None or num_ranks * size >= len(costs)):
+                continue
+            if start == "contiguous":
+                search.place_as(balanced_runs(len(costs) // size, num_ranks).tolist())
+            else:
+                search.place(equal_counts=start == "equal")
             search.improve(good, uneven)
             owners = [owner for owner in search.owners for _ in range(size)]
             found.append((owners, heaviest_load(search.loads, speeds)))
-            if search.top_level <= uneven:
+            even = search.top_level <= uneven
+            if even or num_ranks * size >= len(costs):
                 break
-        if size == 1 or search.top_level <= uneven:
+        if size == 1 or even:
             break
     return min(found, key=lambda owners_and_load: owners_and_load[1])

@@ -12,9 +12,15 @@ import numpy as np
 from dbsp_megatron.plan.integers import IntArray
 
 _MAX_EXTRA_RANKS = 3
+"""Each rank more in a cluster is one more cut."""
+
 _MAX_UNITS_IN_SUBSETS = 11
-_INT64_BITS = 62
+"""Up to so many units besides the heaviest are searched through in all combinations, 2048 of them."""
+
 _SHIFTS = (0, -1, 1, -2, 2)
+"""Other choices of the first unit, tried one after another."""
+
+_INT64_BITS = 62
 
 
 def find_clusters(
@@ -114,11 +120,16 @@ def _fill(rest: list[int], end: int, gap: int, low: int, high: int, count: int) 
             continue
         for shift in _SHIFTS if size > 2 else (0,):
             # All but two are of the size that is wanted on average; the last two are chosen to fit.
-            missing, chosen = gap, []
+            missing = gap
+            chosen: list[int] = []
             for left in range(size, 2, -1):
-                position = min(bisect_left(rest, missing // left, 0, end) + (0 if chosen else shift), end - 1)
+                position = begin = min(bisect_left(rest, missing // left, 0, end) + (0 if chosen else shift), end - 1)
                 while position in chosen:
-                    position -= 1
+                    position += 1
+                if position == end:
+                    position = begin - 1
+                    while position in chosen:
+                        position -= 1
                 if position < 0:
                     break
                 chosen.append(position)

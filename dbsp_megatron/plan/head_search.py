@@ -7,20 +7,30 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 _MAX_ITEMS_IN_PAIRS = 12
+"""With more items on a rank single ones are fine-grained enough, and the pairs too many."""
+
 _MAX_STEPS = 64
+"""Bounds the time; ten exchanges are usual."""
+
 _SCALE = 1 << 40
+"""Over this the inverse of a speed is rounded to an integer."""
+
+_PADDING = 2
+_PADDING_WITH_SPEEDS = 20
+"""Bits between the numbers of items and their weight; more where loads are multiplied by unequal factors."""
 
 
 class ItemSearch:
     """Items of given weights on ranks of given speeds; the search lowers the largest load over speed.
 
-    An item is kept as one integer, `weight << 2 * bits | number`, with larger numbers for smaller indices, so that a
-    plain sort orders by weight and then by index, and one bisection finds the best partner of an item. The code of two
-    items is the sum of both weights with the second number in the upper `bits`. Python's integers cannot overflow.
+    An item is kept as one integer, its code: the weight in the upper bits and its number in the lowest `bits`, larger
+    for smaller indices, so that a plain sort orders by weight and then by index, and one bisection finds the best
+    partner of an item. The code of two items is the sum of both weights, with the second number above the first. The
+    padding between numbers and weight makes numbers too small to matter. Python's integers cannot overflow.
     """
 
     def __init__(self, weights: Sequence[int], num_ranks: int, speeds: Sequence[int] | None = None) -> None:
-        """Sorts the items; `place` puts them on ranks.
+        """Sorts the items; `place` or `place_as` puts them on ranks.
 
         Args:
             weights: Weight of each item, at least 0.
@@ -30,7 +40,7 @@ class ItemSearch:
         self._num_items = num_items = len(weights)
         self._num_ranks = num_ranks
         self._bits = bits = num_items.bit_length()
-        self._shift = shift = 2 * bits
+        self._shift = shift = 2 * bits + (_PADDING if speeds is None else _PADDING_WITH_SPEEDS)
         self._codes = [(weight << shift) | (num_items - item) for item, weight in enumerate(weights)]
         self._codes.sort(reverse=True)
         self._even = speeds is None
@@ -50,13 +60,21 @@ class ItemSearch:
                 one more, and speeds do not count. Ties go to the lower rank. Otherwise they go to the rank with fewer
                 items first.
         """
-        if equal_counts or self._even:
-            self._bins = self._placed_on_heap(equal_counts)
-        else:
-            self._bins = self._placed_by_speed()
+        self._start(self._placed_on_heap(equal_counts) if equal_counts or self._even else self._placed_by_speed())
+
+    def place_as(self, owners: Sequence[int]) -> None:
+        """Puts each item on a given rank."""
+        bins: list[list[int]] = [[] for _ in range(self._num_ranks)]
+        low = (1 << self._bits) - 1
+        for code in self._codes:
+            bins[owners[self._num_items - (code & low)]].append(code)
+        self._start(bins)
+
+    def _start(self, bins: list[list[int]]) -> None:
         shift = self._shift
-        for held in self._bins:
+        for held in bins:
             held.sort()
+        self._bins = bins
         self._loads = [sum([code >> shift for code in held]) << shift for held in self._bins]
         self._levels = [load * slow for load, slow in zip(self._loads, self._slowness, strict=True)]
         self._pairs = [None] * self._num_ranks
@@ -96,36 +114,25 @@ class ItemSearch:
             loads[rank] += weight
         return bins
 
-    def improve(self, goal: int, uneven_above: int, *, skip_stuck: bool = False) -> None:
+    def improve(self, goal: int, uneven_above: int) -> None:
         """Exchanges items of the heaviest rank for items of another until its level is at most `goal`.
 
         One item is exchanged for one, or two for two; where that gains nothing and the level is above `uneven_above`,
-        up to two for up to two, which changes the counts.
+        up to two for up to two, which changes the counts. It ends where nothing gains.
 
         Args:
             goal: Level (see `level`) that is good enough.
             uneven_above: Level above which counts may change.
-            skip_stuck: When nothing lowers the heaviest rank, go on with the next one instead of ending.
         """
-        shift, levels = self._shift, self._levels
-        goal, uneven_above = goal << shift, uneven_above << shift
-        open_ranks = list(range(self._num_ranks))
+        levels = self._levels
+        goal, uneven_above = goal << self._shift, uneven_above << self._shift
         for _ in range(_MAX_STEPS):
-            if len(open_ranks) == self._num_ranks:
-                top = max(levels)
-                heaviest = levels.index(top)
-            else:
-                heaviest = max(open_ranks, key=levels.__getitem__)
-                top = levels[heaviest]
+            top = max(levels)
             if top <= goal:
                 return
             by_level = sorted(range(self._num_ranks), key=levels.__getitem__)
-            if not self._exchange(heaviest, by_level, goal, top > uneven_above):
-                if not skip_stuck:
-                    return
-                open_ranks.remove(heaviest)
-                if not open_ranks:
-                    return
+            if not self._exchange(levels.index(top), by_level, goal, top > uneven_above):
+                return
 
     def _exchange(self, heaviest: int, by_level: list[int], goal: int, uneven: bool) -> bool:
         """Makes the best exchange with the heaviest rank, or the first one that is good enough; False if none gains."""
@@ -134,8 +141,8 @@ class ItemSearch:
         # Below the second heaviest rank a lower level of this one would not show yet, so half-way to it is good enough.
         second = levels[by_level[-2]] if len(by_level) > 1 else goal
         enough = max(goal, (goal + second) >> 1)
-        # An exchange must gain at least one unit of weight, or items of one weight would be exchanged without end.
-        best = top - (slow << self._shift) + 1
+        # A gain of less than one unit of weight comes from the numbers, and would be made without end.
+        best = top - (slow << self._shift - 1)
         found: tuple[int, int, int] | None = None
         for stage in (1, 2, 3):
             if stage == 3 and (found is not None or not uneven):

@@ -50,9 +50,9 @@ def split_heads(
     3. clusters of units that fill a few ranks (`find_clusters`), each cut at the fair shares of its ranks.
 
     Where rows are too coarse for the tolerance, single rows are moved over cuts while that helps; then what is at most
-    the heaviest row above the fair share is accepted too. Failing that, all units in one chain are cut at the fair shares
-    and the lowest heaviest load is taken. So no rank ever has more than the tolerance allows or its fair share and the
-    heaviest row, and the heaviest rank never has more than with consecutive heads.
+    the heaviest row above the fair share is accepted too. Failing that, all units in one chain are cut at the fair
+    shares, and the lowest heaviest load is taken. So no rank ever has more than the tolerance allows or its fair share
+    and the heaviest row, and the heaviest rank never has more than with consecutive heads.
 
     Args:
         row_cost: int64 [H, Nq], cost of each row of q-blocks of each head, at least 0.
@@ -155,11 +155,19 @@ class _Division:
         if max(costs) > most:
             parts, costs = self._even_parts(most)
         search = ItemSearch(costs, self.num_ranks, self.given_speeds)
-        search.place(equal_counts=self.given_speeds is None)
         goal = self.bounds[0] if self.given_speeds is None else search.level(self.total, self.per_million)
-        search.improve(goal, goal)
-        loads = search.loads
-        if not self._within(loads, self.bounds):
+        loads: list[int] = []
+        placed: list[int] = []
+        for equal_counts in (True, False) if self.given_speeds is None else (False,):
+            search.place(equal_counts=equal_counts)
+            if search.owners == placed:
+                return None
+            placed = search.owners
+            search.improve(goal, goal)
+            loads = search.loads
+            if self._within(loads, self.bounds):
+                break
+        else:
             return None
         pieces: list[Piece] = []
         for (unit, begin, end), rank in zip(parts, search.owners, strict=True):

@@ -305,7 +305,8 @@ class _Job:
         predict = self.goal.predict
         if predict is None:
             raise ValueError("Goal.predict is None; pass a predictor to choose by time")
-        drafts = [self.draft("contiguous", "home"), self.draft("lpt_swap", "home")]
+        # Equal counts (`paper`) may win where K/V hops take longer than the work: uneven ones make some hops longer.
+        drafts = [self.draft(heads, "home") for heads in ("contiguous", "paper", "lpt_swap")]
         if self.workload.row_tiles is not None:
             drafts += [self.draft("split", "home"), self.draft("split", "home", 4 * self.goal.tolerance)]
             if self.ring > 1:

@@ -44,6 +44,11 @@ class SequenceParallelStrategy(ABC):
         return "contiguous"
 
     @property
+    def calibrates_layout(self) -> bool:
+        """Whether `SequenceParallel.recalibrate` may order the blocks anew by measured counts."""
+        return False
+
+    @property
     def needs_mask_on_host(self) -> bool:
         """Whether `plan` needs `workload.blocks`, the whole mask, beside the counts."""
         return False

@@ -9,8 +9,8 @@ from dbsp_megatron.comm.agree import digest_int
 
 HEAD_POLICIES = ("contiguous", "paper", "lpt_swap", "split", "auto")
 BLOCK_POLICIES = ("contiguous", "stripe", "hot_stripe", "paper", "minimal_move", "step_aware", "auto")
-LATER_POLICIES = ("split", "hot_stripe", "minimal_move", "step_aware")
-"""Policies with a fixed name whose planner is not part of this version."""
+LATER_POLICIES = ("split", "minimal_move", "step_aware")
+"""Policies that the planner has and attention cannot execute yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,8 @@ class SequenceParallelConfig:
     """dbsp: heads to Ulysses ranks: contiguous, paper, lpt_swap or auto."""
 
     block_policy: str = "auto"
-    """dbsp: token blocks to ring ranks: contiguous, stripe, paper or auto (stripe)."""
+    """dbsp: token blocks to ring ranks: contiguous, stripe, hot_stripe (a stripe that `recalibrate`
+    evens out by measured counts), paper or auto (hot_stripe)."""
 
     reward: float = 2.0
     """block_policy paper: how much lighter a block looks to the rank that holds it, in multiples of its weight."""

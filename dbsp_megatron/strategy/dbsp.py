@@ -27,6 +27,11 @@ class DualBalanced(SequenceParallelStrategy):
         return "contiguous" if self.config.block_policy in ("contiguous", "paper") else "stripe"
 
     @property
+    def calibrates_layout(self) -> bool:
+        """True with a ring, unless the policy names a fixed layout."""
+        return self.ring_degree > 1 and self.config.block_policy in ("auto", "hot_stripe")
+
+    @property
     def needs_mask_on_host(self) -> bool:
         """True for the published rule, which moves blocks per layer."""
         return self.config.block_policy == "paper" and self.ring_degree > 1

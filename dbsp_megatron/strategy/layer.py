@@ -24,6 +24,7 @@ from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParalle
 from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads, plan_loads
 from dbsp_megatron.plan.layout import balanced_runs
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
+from dbsp_megatron.strategy.calibration import LayoutCalibrator
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import LayerCounts, counts_of_mask, gather_counts
 from dbsp_megatron.strategy.layout import TokenLayout
@@ -98,6 +99,7 @@ class LayerRunner:
     ) -> None:
         self.config, self.strategy, self.groups, self.mesh, self.cache = config, strategy, groups, mesh, cache
         self.traffic = Traffic()
+        self.calibrator = LayoutCalibrator(mesh.ulysses_degree, mesh.ring_degree)
         self._counts: OrderedDict[Hashable, object] = OrderedDict()
         self._work: OrderedDict[Hashable, object] = OrderedDict()
 
@@ -153,6 +155,7 @@ class LayerRunner:
                 self.cache.observe(layer, step, counts.workload, key=call.plan_key)
         if plan is None or counts is None:
             raise RuntimeError(f"{where}: no plan was made")
+        self.calibrator.observe(layer, call.layout, counts.workload, plan)
         out = self._execute(call, plan, rows)
         watch.stop()
         self._record(records, layer, plan, reused, counts, watch, self.traffic.bytes_sent - before)

@@ -5,6 +5,7 @@ Dims: S tokens of the whole sequence, s tokens of this rank, N token blocks, P =
 
 from __future__ import annotations
 
+import hashlib
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from dbsp_megatron.plan import block_homes
 class TokenLayout:
     """Whole token blocks on ranks, in ascending order inside each rank; only the sequence's last block may be short.
 
-    Made by `SequenceParallel.layout`. Lengths differ between ranks; a rank may hold nothing.
+    Made by `SequenceParallel.layout`, with `homes` only where it was calibrated (policy hot_stripe). Lengths differ between ranks; a rank may hold nothing.
 
     Attributes:
         seqlen: tokens of the whole sequence.
@@ -41,13 +42,15 @@ class TokenLayout:
         rank: int,
         group: dist.ProcessGroup | None,
         control_group: dist.ProcessGroup | None = None,
+        homes: np.ndarray | None = None,
     ) -> None:
         for name, value in (("seqlen", seqlen), ("block_size", block_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.seqlen, self.block_size, self.policy, self.rank = seqlen, block_size, policy, rank
         self.num_blocks = num_blocks(seqlen, block_size)
-        self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy)
+        self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy) if homes is None else homes
+        self._version = "" if homes is None else hashlib.blake2b(homes.tobytes(), digest_size=8).hexdigest()
         self._homes_on: dict[torch.device, Tensor] = {}
         # Every attention call asks for it, so it is made once.
         self.token_homes = np.repeat(self.homes, block_size)[:seqlen]
@@ -70,9 +73,9 @@ class TokenLayout:
         return self.token_homes[::block_size]
 
     @property
-    def key(self) -> tuple[int, int, str, int]:
+    def key(self) -> tuple[int, int, str, int, str]:
         """What distinguishes layouts of one SequenceParallel."""
-        return self.seqlen, self.block_size, self.policy, len(self.counts)
+        return self.seqlen, self.block_size, self.policy, len(self.counts), self._version
 
     @property
     def counts(self) -> list[int]:

@@ -113,7 +113,7 @@ class SequenceParallel:
         self._rows: dict[int, tuple[Tensor | BlockMask, TokenLayout, PartitionPlan]] = {}
 
     def layout(self, seqlen: int, block_size: int | None = None) -> TokenLayout:
-        """Who holds which tokens of a sequence; made once per length and kept (bounded).
+        """Who holds which tokens of a sequence; made once per length and kept (bounded) until `recalibrate`.
 
         Args:
             seqlen: tokens of the whole sequence.
@@ -124,19 +124,44 @@ class SequenceParallel:
         """
         key = (seqlen, self.config.block_size if block_size is None else block_size)
         if key not in self._layouts:
-            self._layouts[key] = TokenLayout(
-                *key,
-                self.strategy.layout_policy,
-                self.ulysses_degree,
-                self.ring_degree,
-                self.rank,
-                self.group,
-                self.groups.control_group,
-            )
+            self._layouts[key] = self._make_layout(*key)
             while len(self._layouts) > _MAX_LAYOUTS:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(key)
         return self._layouts[key]
+
+    def recalibrate(self) -> bool:
+        """Replaces layouts whose ring ranks measured counts show to be uneven; no communication.
+
+        For `block_policy` auto and hot_stripe. Call it between steps, alike on all ranks, and if it returns True ask
+        `layout` again and shard anew: tokens have other homes. Layouts handed out before stay usable when they are
+        passed to `attention` or `use`.
+
+        Returns:
+            Whether any layout was replaced.
+        """
+        if not self.strategy.calibrates_layout:
+            return False
+        changed = False
+        for key, layout in self._layouts.items():
+            homes = self._runner.calibrator.better_homes(layout)
+            if homes is not None:
+                self._layouts[key] = self._make_layout(*key, homes)
+                changed = True
+        return changed
+
+    def _make_layout(self, seqlen: int, block_size: int, homes: np.ndarray | None = None) -> TokenLayout:
+        return TokenLayout(
+            seqlen,
+            block_size,
+            self.strategy.layout_policy,
+            self.ulysses_degree,
+            self.ring_degree,
+            self.rank,
+            self.group,
+            self.groups.control_group,
+            homes,
+        )
 
     def begin_step(self, step: int) -> None:
         """Start a training or denoising step: plans are decided once per layer and step, statistics start anew.

@@ -40,6 +40,13 @@ class ShardedModel:
         self._bf16 = precision == "bf16"
         self._layouts: dict[int, tuple[TokenLayout, Tensor]] = {}
 
+    def recalibrate(self) -> bool:
+        """Between steps: lets measured counts reorder tokens; True if this rank's tokens of later calls are others."""
+        changed = self.sp.recalibrate()
+        if changed:
+            self._layouts.clear()
+        return changed
+
     def layout(self, grid: Grid) -> TokenLayout:
         """Token layout of [text ; video] for a patch grid."""
         return self._placed(grid)[0]
@@ -61,9 +68,22 @@ class ShardedModel:
         """This rank's tokens of a whole CPU tensor [B, N, C], on the device."""
         return tokens[:, self.video_positions(grid)].to(self._device)
 
+    def relaid(self, tensors: list[Tensor], grid: Grid) -> list[Tensor]:
+        """Recalibrates between steps, and gives this rank's tokens [B, s, C] of each tensor in the order from then on.
+
+        Collective if the order changes.
+        """
+        before = self.layout(grid)
+        if not self.recalibrate() or self.layout(grid) is before:
+            return tensors
+        whole = [self._gathered(tensor, before) for tensor in tensors]
+        return [tensor[:, self.video_positions(grid).to(tensor.device)] for tensor in whole]
+
     def gather(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Whole video tokens [B, N, C] from those of the ranks [B, s, C]; collective, no gradient needed."""
-        layout = self.layout(grid)
+        return self._gathered(tokens, self.layout(grid))
+
+    def _gathered(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
         missing = layout.num_local - tokens.shape[1]
         # Text tokens come first in a layout: rows of them stand in for the text that the model does not return.
         padded = torch.cat([tokens.new_zeros(tokens.shape[0], missing, tokens.shape[2]), tokens], dim=1)

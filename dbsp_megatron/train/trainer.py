@@ -147,6 +147,7 @@ class Trainer:
         return [self.loader.load(samples) for samples in ids]
 
     def _optimize(self, step: int, batches: Sequence[MicroBatch], stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        self.sharded.recalibrate()
         self.sp.begin_step(step)
         channels = self.model_config.patch_out_dim
         local_tokens = sum(len(batch.samples) * len(self.sharded.video_positions(batch.grid)) for batch in batches)

@@ -69,7 +69,6 @@ def test_reserved_strategies_say_that_they_are_missing(name: str) -> None:
     "given",
     [
         {"head_policy": "split"},
-        {"block_policy": "hot_stripe"},
         {"block_policy": "minimal_move"},
         {"block_policy": "step_aware"},
     ],
