@@ -22,7 +22,8 @@ from dbsp_megatron.plan import block_homes
 class TokenLayout:
     """Whole token blocks on ranks, in ascending order inside each rank; only the sequence's last block may be short.
 
-    Made by `SequenceParallel.layout`, with `homes` only where it was calibrated (policy hot_stripe). Lengths differ between ranks; a rank may hold nothing.
+    Made by `SequenceParallel.layout`; with given `homes` where it was calibrated. Lengths differ between ranks; a rank
+    may hold nothing.
 
     Attributes:
         seqlen: tokens of the whole sequence.

@@ -21,8 +21,7 @@ from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
-from dbsp_megatron.plan import PartitionPlan, PlanCache
-from dbsp_megatron.plan.replan import ReplanRule
+from dbsp_megatron.plan import PartitionPlan, PlanCache, ReplanRule, plan_or_stay
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import gather_mask
@@ -99,7 +98,7 @@ class SequenceParallel:
         self.size, self.rank = size, self.mesh.rank
         self.ulysses_degree, self.ring_degree = self.mesh.ulysses_degree, self.mesh.ring_degree
         self.cache = PlanCache(
-            self.strategy.plan,
+            lambda workload: plan_or_stay(self.strategy.plan, workload, self.ulysses_degree, self.ring_degree),
             rule=ReplanRule(min_gain=config.replan_gain),
             mesh=(self.ulysses_degree, self.ring_degree),
         )

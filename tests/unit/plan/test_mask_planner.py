@@ -202,10 +202,11 @@ def test_plan_partition_has_no_fixed_size_tables(num_heads: int, num_blocks: int
     assert (plan.num_heads, plan.num_q_blocks) == (num_heads, num_blocks)
 
 
-def test_plan_partition_keeps_heads_that_share_kv_together() -> None:
+@pytest.mark.parametrize("policy", ["lpt_swap", "split", "auto"])
+def test_plan_partition_keeps_heads_that_share_kv_together(policy: str) -> None:
     """Pairs of query heads, heavy and light: whole pairs balance, so no K/V head is needed twice."""
     mask = counted_mask(6, 30, 2, 28, 4, 20, 12, 19, 13)
-    assert plan_partition(mask, 2, 1, num_kv_heads=4).extra_kv_copies(4) == 0
+    assert plan_partition(mask, 2, 1, policy, num_kv_heads=4).extra_kv_copies(4) == 0
 
 
 @pytest.mark.parametrize("policy", ["lpt_swap", "split", "auto"])

@@ -70,7 +70,7 @@ def test_moved_fractions_compare_owner_with_ring_of_home() -> None:
 
 
 def test_cut_heads_and_moves_are_counted() -> None:
-    """Homes lie on ring ranks 0 0 1 1, owners on 0 1 1 0: q-blocks 1 and 3 are moved; rank 1 keeps its block 3 at home."""
+    """Homes lie on ring ranks 0 0 1 1, owners on 0 1 1 0: q-blocks 1 and 3 are moved, but for block 3 of rank 1."""
     plan = cut_plan()
     assert plan.num_heads == 3
     assert plan.num_split_heads == 1
@@ -172,7 +172,7 @@ def test_digest_is_stable_over_versions() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), ulysses=DEGREES, ring=DEGREES, policy=st.sampled_from(["auto", "paper", "step_aware"]))
+@given(seed=st.integers(0, 10**6), ulysses=DEGREES, ring=DEGREES, policy=st.sampled_from(["auto", "paper"]))
 def test_json_round_trip_keeps_plan(seed: int, ulysses: int, ring: int, policy: str) -> None:
     plan = plan_partition(random_mask(seed, 3, 9, 8), ulysses, ring, block_policy=policy)
     again = PartitionPlan.from_json(plan.to_json())
@@ -195,7 +195,7 @@ def _edited(**changes: Any) -> str:
         ("[1]", "a plan must be a JSON object with format 2"),
         (_edited(format=1), "a plan must be a JSON object with format 2"),
         (_edited(loads=None, digest=None), "the plan lacks digest, loads"),
-        (_edited(q_block_owner=[1, 0, 1, 0]), "the plan says digest .* but its owners give .*; it was changed, plan again"),
+        (_edited(q_block_owner=[1, 0, 1, 0]), "the plan says digest .* but its owners give .*; it was changed, plan"),
         (_edited(head_items=[[0, 0, 4, 5]]), "item 0 .* does not fit"),
     ],
 )
