@@ -18,7 +18,7 @@ from dbsp_megatron.plan.planner import fits
 from dbsp_megatron.plan.replan import ReplanRule
 from dbsp_megatron.plan.workload import Workload
 
-_MAX_SHARED = 64
+_MAX_SHARED = 8
 
 
 @dataclass
@@ -41,9 +41,8 @@ class PlanCache:
     the same counts hold the same plans and agree on `reused` without talking. Nothing depends on clocks, ids or hash
     order.
 
-    A layer may have several entries, one for each `key`; a plan is only ever used for the key it was made for. Layers
-    with the same counts share one plan. When there are more entries than `capacity`, the one that was not used for the
-    longest time is dropped.
+    A layer may have several entries, one for each `key`. Entries with the same counts share one plan. When there are
+    more entries than `capacity`, the one that was not used for the longest time is dropped.
 
     Args:
         planner: Makes a plan from counts; must be deterministic.
@@ -78,7 +77,8 @@ class PlanCache:
         self.hits = 0
         self.plans = 0
         self.shared = 0
-        self._steps: set[int] = set()
+        self._num_steps = 0
+        self._last_step: int | None = None
         self._lost = 0.0
         self._num_judged = 0
 
@@ -93,7 +93,7 @@ class PlanCache:
 
     @property
     def regret(self) -> float:
-        """Mean of what decisions lost against the best plan known for their counts.
+        """Mean of what decisions about a kept plan lost against the best plan known for their counts.
 
         In units of the time of a perfectly balanced call: the imbalance of the plan in use on the counts of its step,
         minus that of a fresh plan on them, or, where none was made, minus what the last fresh plan of the layer
@@ -112,7 +112,7 @@ class PlanCache:
             "hit_rate": self.reuse_fraction,
             "regret": self.regret,
             "regret_us": self.regret * self.rule.attention_us,
-            "replans_per_step": self.plans / len(self._steps) if self._steps else 0.0,
+            "replans_per_step": self.plans / self._num_steps if self._num_steps else 0.0,
             "shared": float(self.shared),
         }
 
@@ -147,6 +147,8 @@ class PlanCache:
         Raises:
             ValueError: if there are neither counts nor a plan yet.
         """
+        if workload is None and (layer, key) not in self._entries:
+            raise _unknown(layer, step, key)
         entry = self._entry(layer, key)
         if workload is not None:
             entry.observed = workload
@@ -159,13 +161,13 @@ class PlanCache:
             candidate = Workload.from_head_blocks(entry.head_blocks, *homes, math.prod(self._mesh or ()))
         if entry.plan is None and candidate is None:
             del self._entries[layer, key]
-            raise ValueError(
-                f"layer {layer} has no plan and no counts at step {step} (key {key!r}); pass the workload of the "
-                "current step once, later steps can be planned from observed counts"
-            )
+            raise _unknown(layer, step, key)
         entry.plan, entry.reused = self._decide(entry, candidate, after_the_fact=workload is None)
-        entry.step, entry.judged = step, candidate
-        self._steps.add(step)
+        entry.step = step
+        # The mask is large, and no comparison of counts reads it.
+        entry.judged = None if candidate is None else candidate.without_mask()
+        self._num_steps += step != self._last_step
+        self._last_step = step
         self.hits += entry.reused
         self.plans += not entry.reused
         return entry.plan, entry.reused
@@ -213,7 +215,7 @@ class PlanCache:
         layers = [
             SavedLayer(layer, key, entry.plan, self._head_blocks_of(entry))
             for (layer, key), entry in self._entries.items()
-            if entry.plan is not None
+            if entry.plan is not None or self._head_blocks_of(entry) is not None
         ]
         write_layers(path, layers)
 
@@ -235,7 +237,7 @@ class PlanCache:
             entry = self._entry(saved.layer, saved.key)
             entry.head_blocks = saved.head_blocks
             if saved.plan is not None and self._mesh in (None, (saved.plan.ulysses_degree, saved.plan.ring_degree)):
-                entry.plan = saved.plan
+                entry.plan, entry.planned = saved.plan, saved.plan.imbalance
 
     def _entry(self, layer: int, key: Hashable) -> _Entry:
         entry = self._entries.setdefault((layer, key), _Entry())
@@ -302,18 +304,25 @@ class PlanCache:
             self.shared += 1
         else:
             plan = self._planner(candidate)
-            self._shared[key] = (candidate, plan)
+            self._shared[key] = (candidate.without_mask(), plan)
             while len(self._shared) > _MAX_SHARED:
                 self._shared.popitem(last=False)
         entry.planned = plan.imbalance
         return plan
 
 
+def _unknown(layer: int, step: int, key: Hashable) -> ValueError:
+    return ValueError(
+        f"layer {layer} has no plan and no counts at step {step} (key {key!r}); pass the workload of the current step "
+        "once, later steps can be planned from observed counts"
+    )
+
+
 def _buys(fresh: PartitionPlan, kept: PartitionPlan) -> bool:
     """Whether a fresh plan needs traffic that the kept one does not."""
     return (
         fresh.extra_kv_copies() > kept.extra_kv_copies()
-        or not np.array_equal(fresh.q_moves, kept.q_moves)
+        or (fresh.q_moves.size > 0 and not np.array_equal(fresh.q_moves, kept.q_moves))
         or not np.array_equal(fresh.q_block_owner, kept.q_block_owner)
         or not np.array_equal(fresh.kv_block_owner, kept.kv_block_owner)
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_megatron.observability.atomic_file import write_text
-from dbsp_megatron.plan.integers import IntArray, checked_array
+from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
 from dbsp_megatron.plan.partition import PartitionPlan
 
 _FORMAT = 2
@@ -64,14 +64,14 @@ def read_layers(path: str | os.PathLike[str]) -> list[SavedLayer]:
         if stored["format"] != _FORMAT:
             raise ValueError(f"format is {stored['format']!r}, not {_FORMAT}")
         return [_layer(item) for item in stored["entries"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{os.fspath(path)} holds no plans: {error}; pass a file that save() wrote") from error
 
 
 def _layer(item: dict[str, Any]) -> SavedLayer:
     plan, sums = item["plan"], item["head_blocks"]
     return SavedLayer(
-        int(item["layer"]),
+        checked_count("layer", item["layer"], minimum=0),
         _key_from_json(item["key"]),
         None if plan is None else PartitionPlan.from_json(json.dumps(plan)),
         None if sums is None else checked_array("head_blocks", sums, (None,)),

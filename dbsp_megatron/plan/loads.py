@@ -154,9 +154,16 @@ def plan_loads(plan: PartitionPlan, workload: Workload) -> IntArray:
         int64 [U, R, R], by Ulysses rank, ring rank and ring step.
 
     Raises:
-        ValueError: if the plan is for another mesh, or the workload lacks counts.
+        ValueError: if the plan is for another mesh or other sizes, or the workload lacks counts.
     """
     check_mesh(workload, plan.ulysses_degree, plan.ring_degree)
+    planned = (plan.num_heads, plan.num_q_blocks, plan.num_kv_blocks)
+    counted = (workload.num_heads, workload.num_q_blocks, workload.num_k_blocks)
+    if planned != counted:
+        raise ValueError(
+            f"the plan has (heads, q-blocks, k-blocks) = {planned}, the workload {counted}; pass counts of the layer "
+            "and block sizes that the plan was made for"
+        )
     mesh = (plan.ulysses_degree, plan.ring_degree)
     counter = LoadCounter(workload, plan.q_block_owner, plan.kv_block_owner, *mesh)
     return counter.count(plan.head_items, plan.q_moves)

@@ -69,7 +69,9 @@ def plan_partition(
         plan = plan_counts(workload, head_policy=head_policy, block_policy=rule, reward=reward, goal=goal)
         return relabelled(plan, layout)
     plain = _workload_in_layout(mask, ulysses_degree, ring_degree, "contiguous", head_policy, goal)
-    nothing = plan_counts(plain, head_policy="contiguous", block_policy="home")
+    # Heads that were asked for stay, even where they are worse than contiguous ones.
+    heads = "contiguous" if head_policy == "auto" else head_policy
+    nothing = plan_counts(plain, head_policy=heads, block_policy="home", goal=goal)
     best = relabelled(plan_counts(plain, head_policy=head_policy, goal=goal), "contiguous")
     if barrier_cost(best.loads) > barrier_cost(nothing.loads):
         best = relabelled(nothing, "contiguous")

@@ -16,7 +16,7 @@ from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
 from dbsp_megatron.plan.items import RANK, heads_per_row, items_of_owners, rows_by_rank
 from dbsp_megatron.plan.layout import check_policy
 from dbsp_megatron.plan.loads import NO_MOVES, LoadCounter, check_mesh
-from dbsp_megatron.plan.partition import PartitionPlan, barrier_cost
+from dbsp_megatron.plan.partition import PartitionPlan
 from dbsp_megatron.plan.workload import Workload
 
 BLOCK_POLICIES = ("auto", "home", "paper", "minimal_move", "step_aware")
@@ -30,7 +30,7 @@ _COST_PER_BLOCK = 8
 _IN_TOLERANCE = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Goal:
     """What a plan should reach and what counts as work; one for all layers of a run.
 
@@ -54,6 +54,8 @@ class Goal:
             raise ValueError(f"tolerance must lie in 0..1, got {self.tolerance!r}; 0.005 is usual")
         if not 0 <= self.row_overhead <= 1e6:
             raise ValueError(f"row_overhead must lie in 0..1e6 dense blocks, got {self.row_overhead!r}; 0 ignores rows")
+        if self.num_kv_heads is not None:
+            checked_count("num_kv_heads", self.num_kv_heads)
         if self.speeds is not None:
             speeds = checked_array("speeds", self.speeds, (None,))
             if int(speeds.min()) < 1:
@@ -101,7 +103,7 @@ def plan_workload(
     if head_policy != "auto":
         return job.finish(job.draft(head_policy, block_policy))
     if job.goal.predict is not None:
-        return job.fastest()
+        return job.fastest(block_policy)
     nothing = job.draft("contiguous", "home" if block_policy == "auto" else block_policy)
     if job.excess(nothing) == _IN_TOLERANCE:
         return job.finish(nothing)
@@ -290,26 +292,28 @@ class _Job:
 
     def excess(self, draft: _Draft) -> int:
         """Both forms of the imbalance in millionths, each counted from the tolerance on."""
-        costs = self._costs(draft.items, draft.moves, draft.loads)
-        # A rank's share depends on its speed: cost over bound is its imbalance over 1 + tolerance.
-        over = max(
-            (cost - bound) * _MILLION // max(1, bound)
-            for cost, bound in zip(costs.ravel().tolist(), self.bounds.ravel().tolist(), strict=True)
-        )
-        limit = max(1, self.workload.total_blocks * self.share // (_MILLION * self.ulysses * self.ring))
-        barrier = (barrier_cost(draft.loads) - limit) * _MILLION // limit
-        return max(0, over) + max(0, barrier)
+        steps: IntArray = draft.loads
+        if self.extra:
+            # A row costs something in every ring step; all costs are times R, so that they stay integers.
+            rows = rows_by_rank(draft.items, self.q_ring, draft.moves, self.ulysses, self.ring)
+            steps = _COST_PER_BLOCK * self.ring * draft.loads + self.extra * rows[:, :, None]
+        # Relative to what a rank may have, which depends on its speed.
+        allowed = np.maximum(1, self.bounds * (self.ring if self.extra else 1))
+        heaviest = int((steps.sum(axis=2) * _MILLION // allowed).max())
+        barrier = int((steps * _MILLION // allowed[:, :, None]).max(axis=1).sum(axis=1).max())
+        return max(0, heaviest - _MILLION) + max(0, barrier - _MILLION)
 
-    def fastest(self) -> PartitionPlan:
+    def fastest(self, block_policy: str) -> PartitionPlan:
         """The candidate with the lowest predicted time; doing nothing wins ties."""
         predict = self.goal.predict
         if predict is None:
             raise ValueError("Goal.predict is None; pass a predictor to choose by time")
+        stay = "home" if block_policy == "auto" else block_policy
         # Equal counts (`paper`) may win where K/V hops take longer than the work: uneven ones make some hops longer.
-        drafts = [self.draft(heads, "home") for heads in ("contiguous", "paper", "lpt_swap")]
+        drafts = [self.draft(heads, stay) for heads in ("contiguous", "paper", "lpt_swap")]
         if self.workload.row_tiles is not None:
-            drafts += [self.draft("split", "home"), self.draft("split", "home", 4 * self.goal.tolerance)]
-            if self.ring > 1:
+            drafts += [self.draft("split", stay), self.draft("split", stay, 4 * self.goal.tolerance)]
+            if self.ring > 1 and block_policy == "auto":
                 drafts += [self.draft(heads, "minimal_move") for heads in ("lpt_swap", "split")]
         return min((self.finish(draft) for draft in drafts), key=predict)
 

@@ -32,7 +32,7 @@ class ReplanRule:
     plan_us: float = 0.0
     """`gain`: time that planning takes from a step, 0 where it happens off the critical path."""
     switch_us: float = 0.0
-    """`gain`: one-off time to take up a plan that cuts heads or moves blocks other than the kept one."""
+    """`gain`: one-off time to take up a plan that makes more K/V copies than the kept one or moves other blocks."""
     remaining_uses: int = 1
     """`gain`: calls that are expected to use a new plan."""
 
@@ -61,7 +61,9 @@ class ReplanRule:
             return self.policy == "always"
         if current - 1.0 <= self.min_gain:
             return False
-        return self._saved_us(current - planned) > self.plan_us or not self.attention_us
+        # A kept plan that does better than the last fresh one tells that its counts were harder to balance.
+        hope = planned if planned <= current else 1.0
+        return not self.attention_us or not self.plan_us or self._saved_us(current - hope) > self.plan_us
 
     def worth_switching(self, current: float, fresh: float, buys: bool) -> bool:
         """Whether a fresh plan replaces the kept one.

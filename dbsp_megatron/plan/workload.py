@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -69,8 +70,7 @@ class Workload:
                     f"row_tiles must hold integers [{num_heads}, {num_q_blocks}, {num_ranks}], got {row_tiles.dtype} "
                     f"{list(row_tiles.shape)}; count it from the mask of the other counts, by home of the k-block"
                 )
-            # The largest array of a workload: kept as it comes where the type allows, and only protected from writing.
-            row_tiles = row_tiles.astype(np.int32, copy=False).view()
+            row_tiles = row_tiles.astype(np.int32)
             row_tiles.setflags(write=False)
         for name, value in (
             ("row_tiles", row_tiles),
@@ -96,7 +96,8 @@ class Workload:
             )
         if self.row_tiles is not None:
             # A product, as integer sums over this axis take many times as long; exact as in `tiles_of_rows`.
-            by_home = (np.ones(self.num_q_blocks) @ self.row_tiles.astype(np.float64)).astype(np.int64)
+            counts = self.row_tiles.astype(np.float64)
+            by_home = (np.ones(self.num_q_blocks) @ counts).astype(np.int64)
             in_tiles = self.tile_blocks.sum(axis=1)
             if not np.array_equal(by_home, in_tiles):
                 head, rank = (int(i) for i in np.argwhere(by_home != in_tiles)[0])
@@ -104,6 +105,11 @@ class Workload:
                     f"tile_blocks counts {int(in_tiles[head, rank])} dense blocks for head {head} in the k-blocks at "
                     f"home on rank {rank}, row_tiles counts {int(by_home[head, rank])}; count both from one mask and "
                     "one layout"
+                )
+            if counts.min() < 0 or not np.array_equal(counts @ np.ones(self.num_ranks), self.row_blocks):
+                raise ValueError(
+                    "row_tiles must hold counts of at least 0 that sum over homes to row_blocks, row by row; count "
+                    "both from one mask"
                 )
         if self.col_blocks is None:
             return
@@ -116,6 +122,15 @@ class Workload:
                 f"col_blocks counts {int(by_column[rank])}; count both from one mask and one layout, "
                 "or pass col_blocks=None"
             )
+
+    def without_mask(self) -> Workload:
+        """The same counts without `blocks`, for those who keep them."""
+        if self.blocks is None:
+            return self
+        # Not dataclasses.replace, which would check every count again.
+        bare = copy(self)
+        object.__setattr__(bare, "blocks", None)
+        return bare
 
     @property
     def num_heads(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dbsp_megatron.plan import PartitionPlan, PlanCache, Workload, block_homes, plan_workload
+from dbsp_megatron.plan import Goal, PartitionPlan, PlanCache, Workload, block_homes, plan_workload
 from dbsp_megatron.plan.replan import ReplanRule
 
 
@@ -30,6 +30,14 @@ def planned() -> list[str]:
                 block_policy=block_policy,
             )
             lines.append(f"{plan.digest} {plan.to_json()}")
+    for goal in (
+        Goal(speeds=np.array([3, 2, 3, 3, 1, 3])),
+        Goal(row_overhead=2.5, tolerance=0.001),
+        Goal(num_kv_heads=1),
+        Goal(predict=lambda plan: int(plan.loads.max()) + plan.extra_kv_copies()),
+    ):
+        plan = plan_workload(random_workload(5, 3, 2), ulysses_degree=3, ring_degree=2, goal=goal)
+        lines.append(f"{plan.digest} {plan.to_json()}")
     return lines
 
 

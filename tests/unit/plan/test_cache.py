@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,9 +135,8 @@ def test_plan_for_without_any_counts_says_what_to_pass(planner: CountingPlanner)
 
 def test_plan_for_never_uses_plan_of_other_key(planner: CountingPlanner) -> None:
     cache = PlanCache(planner)
-    counts = head_workload(50, 40, 10, 8)
-    small, _ = cache.plan_for(0, 0, counts, key=(480, "topp"))
-    large, reused = cache.plan_for(0, 0, head_workload(8, 10, 40, 50), key=(720, "topp"))
+    small, _ = cache.plan_for(0, 0, head_workload(50, 40, 10, 8), key=(480, "topp"))
+    large, reused = cache.plan_for(0, 0, head_workload(50, 8, 40, 10), key=(720, "topp"))
     assert large.digest != small.digest
     assert not reused
     # A recomputation of the first key within the step still finds its plan.
@@ -184,6 +185,92 @@ def test_plan_cache_uses_given_evaluation(planner: CountingPlanner) -> None:
     drifted = head_workload(90, 80, 20, 10)
     assert cache.plan_for(0, 1, drifted) == (old, True)
     assert judged == [(old, drifted)]
+
+
+def test_plan_for_shares_plans_of_layers_with_equal_counts(planner: CountingPlanner) -> None:
+    cache = PlanCache(planner)
+    plans = [cache.plan_for(layer, 0, head_workload(90, 10, 80, 20))[0] for layer in range(5)]
+    assert all(plan is plans[0] for plan in plans)
+    assert len(planner.asked) == 1
+    assert (cache.stats()["shared"], cache.plans, cache.hits) == (4.0, 5, 0)
+    # Each layer still has an entry of its own.
+    cache.plan_for(0, 1, head_workload(10, 90, 80, 20))
+    assert cache.plan_for(1, 1)[0] is plans[0]
+
+
+def test_plan_for_does_not_share_plans_of_other_counts(planner: CountingPlanner) -> None:
+    """Equal sums of heads, but one row, one tile or the layout differs, or the counts by row are missing."""
+    blocks = torch.zeros(1, 3, 4, 4, dtype=torch.bool)
+    blocks[0, :, 0, 0] = True
+    variants = [blocks, *(blocks.clone() for _ in range(2))]
+    variants[1][0, 0] = blocks[0, 0].roll(2, dims=0)
+    variants[2][0, 0] = blocks[0, 0].roll(1, dims=1)
+    workloads = [workload_in(BlockMask(variant), 2, 1) for variant in variants]
+    workloads += [workload_in(BlockMask(blocks), 2, 1, "contiguous"), without_blocks(workloads[0])]
+    cache = PlanCache(planner)
+    for layer, workload in enumerate(workloads):
+        cache.plan_for(layer, 0, workload)
+    assert len(planner.asked) == 5
+    assert cache.stats()["shared"] == 0.0
+
+
+def test_plan_for_starts_a_new_decision_at_any_other_step(planner: CountingPlanner) -> None:
+    """A second run may count its steps from 0 again."""
+    cache = PlanCache(planner)
+    first, _ = cache.plan_for(0, 3, head_workload(50, 50, 50, 50))
+    again, reused = cache.plan_for(0, 0, head_workload(90, 80, 20, 10))
+    assert not reused
+    assert again.digest != first.digest
+
+
+def test_plan_for_unknown_layer_drops_no_known_one(planner: CountingPlanner) -> None:
+    """The question that cannot be answered leaves no entry, so nothing has to go for it."""
+    cache = PlanCache(planner, capacity=1)
+    plan, _ = cache.plan_for(0, 0, head_workload(5, 4, 3))
+    with pytest.raises(ValueError, match="layer 1 has no plan"):
+        cache.plan_for(1, 0)
+    assert cache.knows(0)
+    assert cache.plan_for(0, 1)[0] is plan
+
+
+def test_plan_cache_lets_go_of_old_masks(planner: CountingPlanner) -> None:
+    """Of one layer the newest counts and those judged last are needed; a mask of a video is tens of megabytes (B95)."""
+    cache = PlanCache(planner)
+    masks = []
+    for step in range(12):
+        mask = BlockMask(torch.from_numpy(np.random.default_rng(step).random((1, 3, 6, 6)) < 0.5))
+        workload = workload_in(mask, 2, 1)
+        masks.append(weakref.ref(workload.blocks))
+        cache.plan_for(0, step, workload)
+    del mask, workload
+    planner.asked.clear()
+    gc.collect()
+    assert sum(mask() is not None for mask in masks) <= 2
+
+
+def test_knows_tells_what_plan_for_could_answer(planner: CountingPlanner) -> None:
+    cache = PlanCache(planner)
+    assert not cache.knows(0)
+    cache.observe(0, 0, head_workload(5, 4, 3))
+    cache.plan_for(1, 0, head_workload(5, 4, 3), key="video")
+    assert [cache.knows(0), cache.knows(1), cache.knows(1, "video")] == [True, False, True]
+    # Asking makes no entry.
+    assert len(cache) == 2
+
+
+def test_plan_for_gives_up_plans_of_another_layout(planner: CountingPlanner) -> None:
+    """A layout that is made anew in the middle of a run, even within a step."""
+    cache = PlanCache(planner, mesh=(2, 1))
+    mask = BlockMask(torch.arange(100).reshape(1, 1, 10, 10) < torch.tensor([90, 10, 80, 20]).reshape(1, 4, 1, 1))
+    stripe, runs = (workload_in(mask, 2, 1, layout) for layout in ("stripe", "contiguous"))
+    old, _ = cache.plan_for(0, 0, stripe, homes=(stripe.q_home, stripe.k_home))
+    assert cache.plan_for(0, 0, homes=(stripe.q_home, stripe.k_home))[0] is old
+    new, reused = cache.plan_for(0, 0, homes=(runs.q_home, runs.k_home))
+    assert not reused
+    np.testing.assert_array_equal(new.q_block_home, runs.q_home)
+    np.testing.assert_array_equal(planner.asked[-1].head_blocks, stripe.head_blocks)
+    assert new.loads.sum(axis=(1, 2)).tolist() == [100, 100]
+    assert cache.plan_for(0, 0, runs, homes=(runs.q_home, runs.k_home))[0] is new
 
 
 def test_clear_forgets_everything(planner: CountingPlanner) -> None:
@@ -236,8 +323,14 @@ def test_load_refuses_other_files(planner: CountingPlanner, tmp_path: Path, text
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda planner: PlanCache(planner, rule=ReplanRule(min_gain=-0.1)), "min_gain must be a finite number of at least 0"),
-        (lambda planner: PlanCache(planner, rule=ReplanRule(min_gain=float("nan"))), "min_gain must be a finite number"),
+        (
+            lambda planner: PlanCache(planner, rule=ReplanRule(min_gain=-0.1)),
+            "min_gain must be a finite number of at least 0",
+        ),
+        (
+            lambda planner: PlanCache(planner, rule=ReplanRule(min_gain=float("nan"))),
+            "min_gain must be a finite number",
+        ),
         (lambda planner: PlanCache(planner, capacity=0), "capacity must be an integer of at least 1, got 0"),
         (lambda planner: PlanCache(planner).observe(0, -1, head_workload(1)), "step must be an integer of at least 0"),
     ],

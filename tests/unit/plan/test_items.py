@@ -89,7 +89,8 @@ def test_check_items_accepts_every_cover(seed: int, heads: int, rows: int, ulyss
     assert is_cover(items, heads, rows, ulysses)
     check_items(items, rows, ulysses)
     kept = checked_items(items.astype(np.int32), rows, ulysses)
-    assert (kept.dtype, kept.flags.writeable) == (np.int64, False)
+    assert kept.dtype == np.int64
+    assert not kept.flags.writeable
     np.testing.assert_array_equal(kept, items)
 
 

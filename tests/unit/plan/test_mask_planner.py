@@ -221,7 +221,9 @@ def test_plan_partition_names_available_policies() -> None:
     mask = random_mask(0, 3, 4, 3)
     with pytest.raises(ValueError, match="head_policy='halve' is unknown; use one of .*split"):
         plan_partition(mask, 2, 2, head_policy="halve")
-    with pytest.raises(ValueError, match="block_policy='home' is unknown; use one of auto, contiguous, stripe, hot_stripe"):
+    with pytest.raises(
+        ValueError, match="block_policy='home' is unknown; use one of auto, contiguous, stripe, hot_stripe"
+    ):
         plan_partition(mask, 2, 2, block_policy="home")
 
 

@@ -60,9 +60,7 @@ def plan_all(workload: Workload, mesh: tuple[int, int], **options: Any) -> Parti
     mesh=st.sampled_from(ODD_MESHES),
     head_policy=st.sampled_from(HEAD_POLICIES),
     block_policy=st.sampled_from(BLOCK_POLICIES),
-    goal=st.builds(
-        Goal, tolerance=st.sampled_from([0.0, 0.005, 1.0]), row_overhead=st.sampled_from([0.0, 0.3, 20.0])
-    ),
+    goal=st.builds(Goal, tolerance=st.sampled_from([0.0, 0.005, 1.0]), row_overhead=st.sampled_from([0.0, 0.3, 20.0])),
 )
 def test_plan_workload_is_valid_for_every_policy(
     seed: int,
@@ -172,7 +170,9 @@ def test_plan_workload_of_equal_speeds_ignores_them(mesh: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("policy", ["split", "auto"])
-@pytest.mark.parametrize(("seed", "num_heads", "mesh"), [(18, 9, (2, 1)), (55, 9, (2, 2)), (4, 13, (2, 2)), (0, 7, (4, 1))])
+@pytest.mark.parametrize(
+    ("seed", "num_heads", "mesh"), [(18, 9, (2, 1)), (55, 9, (2, 2)), (4, 13, (2, 2)), (0, 7, (4, 1))]
+)
 def test_plan_workload_balances_rows_with_their_cost(
     seed: int, num_heads: int, mesh: tuple[int, int], policy: str
 ) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.plan import Workload
+from dbsp_megatron.plan import Workload, block_homes
+from dbsp_megatron.plan.workload import one_hot, owner_counts, sums_by_owner, tiles_of_rows
 from tests.unit.plan.plan_cases import random_mask, without_blocks, workload_in
 
 
@@ -35,14 +37,20 @@ def test_from_mask_counts_like_loops(
     row_blocks = np.zeros((heads, rows), dtype=np.int64)
     tile_blocks = np.zeros((heads, num_ranks, num_ranks), dtype=np.int64)
     col_blocks = np.zeros(columns, dtype=np.int64)
+    row_tiles = np.zeros((heads, rows, num_ranks), dtype=np.int32)
     for _, head, row, column in np.argwhere(mask.blocks.numpy()).tolist():
         row_blocks[head, row] += 1
         col_blocks[column] += 1
         tile_blocks[head, q_home[row], k_home[column]] += 1
+        row_tiles[head, row, k_home[column]] += 1
     np.testing.assert_array_equal(workload.row_blocks, row_blocks)
     np.testing.assert_array_equal(workload.tile_blocks, tile_blocks)
     assert workload.col_blocks is not None
     np.testing.assert_array_equal(workload.col_blocks, col_blocks)
+    assert workload.row_tiles is not None
+    np.testing.assert_array_equal(workload.row_tiles, row_tiles)
+    assert workload.row_tiles.dtype == np.int32
+    np.testing.assert_array_equal(workload.head_blocks, row_blocks.sum(axis=1))
     assert workload.total_blocks == int(mask.blocks.sum())
 
 
@@ -72,6 +80,13 @@ def test_same_counts_sees_every_count() -> None:
     assert not workload.same_counts(workload_in(BlockMask(other), 2, 2))
 
 
+def _below_zero(row_tiles: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Counts that went below zero in one row and are made up for in another of the same home."""
+    changed = row_tiles.copy()
+    changed[0, :2] += np.array([[-9], [9]], dtype=np.int32)
+    return changed
+
+
 def _changed(**changes: Any) -> dict[str, Any]:
     workload = workload_in(random_mask(0, 3, 7, 5), 2, 2)
     fields = {field.name: getattr(workload, field.name) for field in dataclasses.fields(workload)}
@@ -96,6 +111,12 @@ def _changed(**changes: Any) -> dict[str, Any]:
             r"blocks must be bool \[B, 3, 7, 5\] like the counts, got bool \[1, 3, 7, 4\]",
         ),
         ("blocks", lambda a: a.astype(np.uint8), r"blocks must be bool \[B, 3, 7, 5\] like the counts, got uint8"),
+        ("row_tiles", lambda a: a[:, :6], r"row_tiles must hold integers \[3, 7, 4\], got int32 \[3, 6, 4\]"),
+        ("row_tiles", lambda a: a.astype(float), r"row_tiles must hold integers \[3, 7, 4\], got float64"),
+        ("row_tiles", lambda a: a + 1, "tile_blocks counts .* for head 0 in the k-blocks .*, row_tiles counts"),
+        # Sums over rows agree; rows themselves do not.
+        ("row_tiles", lambda a: a[:, ::-1], "row_tiles"),
+        ("row_tiles", _below_zero, "row_tiles"),
     ],
 )
 def test_workload_names_counts_that_disagree(name: str, change: Any, message: str) -> None:
@@ -107,3 +128,95 @@ def test_from_mask_refuses_homes_of_other_length() -> None:
     mask = random_mask(0, 2, 4, 3)
     with pytest.raises(ValueError, match=r"k_home must have shape \[3\], got \[4\]"):
         Workload.from_mask(mask, np.zeros(4, np.int64), np.zeros(4, np.int64), 2)
+
+
+@pytest.mark.parametrize("name", ["row_blocks", "tile_blocks", "col_blocks", "q_home", "k_home", "row_tiles"])
+def test_workload_arrays_are_locked_copies(name: str) -> None:
+    """A buffer that the next gather overwrites must not change counts that a cache has judged."""
+    fields = _changed(**{name: lambda array: array.copy()})
+    workload = Workload(**fields)
+    before = getattr(workload, name).copy()
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(workload, name)[...] = 0
+    fields[name][...] = 0
+    np.testing.assert_array_equal(getattr(workload, name), before)
+
+
+def test_same_counts_is_about_numbers_not_objects() -> None:
+    mask = random_mask(0, 3, 7, 5)
+    one, other = workload_in(mask, 2, 2), workload_in(BlockMask(mask.blocks.clone()), 2, 2)
+    assert one.same_counts(one)
+    assert one.same_counts(other)
+    assert other.same_counts(one)
+    # One dense block goes to another k-block of the same home, which no plan without moved k-blocks sees.
+    blocks = mask.blocks.clone()
+    first, second = np.flatnonzero(one.k_home == one.k_home[0])[:2]
+    blocks[0, 0, 0, first], blocks[0, 0, 0, second] = True, False
+    swapped = blocks.clone()
+    swapped[0, 0, 0, first], swapped[0, 0, 0, second] = False, True
+    assert workload_in(BlockMask(blocks), 2, 2).same_counts(workload_in(BlockMask(swapped), 2, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.lists(st.integers(0, 200), min_size=1, max_size=5),
+    rows=st.integers(1, 13),
+    columns=st.integers(1, 13),
+    mesh=st.sampled_from([(1, 1), (2, 2), (3, 2), (4, 8), (1, 7)]),
+    layout=st.sampled_from(["stripe", "contiguous"]),
+)
+def test_from_head_blocks_is_as_even_as_integers_allow(
+    heads: list[int], rows: int, columns: int, mesh: tuple[int, int], layout: str
+) -> None:
+    """Also with more ranks than blocks, of which some hold nothing and get nothing."""
+    ranks = mesh[0] * mesh[1]
+    q_home, k_home = block_homes(rows, *mesh, layout), block_homes(columns, *mesh, layout)
+    workload = Workload.from_head_blocks(np.array(heads), q_home, k_home, ranks)
+    assert workload.head_blocks.tolist() == heads
+    assert (workload.blocks, workload.row_tiles, workload.col_blocks) == (None, None, None)
+    assert np.ptp(workload.row_blocks, axis=1).max() <= 1
+    held = np.bincount(k_home, minlength=ranks)
+    by_home = workload.tile_blocks.sum(axis=(0, 1))
+    assert not by_home[held == 0].any()
+    # Each row is shared out by the blocks held, rounded.
+    assert np.abs(by_home - sum(heads) * held / columns).max() <= len(heads) * rows
+
+
+@pytest.mark.parametrize(
+    ("head_blocks", "homes", "num_ranks", "message"),
+    [
+        ([3, -1], [0, 1], 2, r"head_blocks must hold integers of at least 0, got -1\.\.3"),
+        ([3], [0, 2], 2, r"q_home must hold integers of at least 0 and at most 1, got 0\.\.2"),
+        ([3], [0, 1], 0, "num_ranks must be an integer of at least 1, got 0"),
+        ([], [0, 1], 2, r"head_blocks must"),
+    ],
+)
+def test_from_head_blocks_refuses_illegal_arguments(
+    head_blocks: list[int], homes: list[int], num_ranks: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Workload.from_head_blocks(np.array(head_blocks, dtype=np.int64), np.array(homes), np.array([0, 0]), num_ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), columns=st.integers(1, 9), owners=st.integers(1, 5))
+def test_sums_by_owner_are_those_of_loops(seed: int, rows: int, columns: int, owners: int) -> None:
+    """The products are exact also for sums beyond float32."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 2**40, (rows, columns))
+    owner, row_owner = rng.integers(0, owners, columns), rng.integers(0, owners, rows)
+    by_column = np.zeros((rows, owners), dtype=np.int64)
+    by_row = np.zeros((owners, columns), dtype=np.int64)
+    blocks = values % 2 == 0
+    dense = np.zeros((rows, owners), dtype=np.int64)
+    for row in range(rows):
+        by_row[row_owner[row]] += values[row]
+        for column in range(columns):
+            by_column[row, owner[column]] += values[row, column]
+            dense[row, owner[column]] += blocks[row, column]
+    np.testing.assert_array_equal(sums_by_owner(values, owner, owners), by_column)
+    np.testing.assert_array_equal(tiles_of_rows(values, row_owner, owners), by_row)
+    np.testing.assert_array_equal(tiles_of_rows(values[None], row_owner, owners), by_row[None])
+    np.testing.assert_array_equal(owner_counts(blocks, owner, owners), dense)
+    np.testing.assert_array_equal(one_hot(owner, owners).argmax(axis=1), owner)
+    assert one_hot(owner, owners).sum() == columns
