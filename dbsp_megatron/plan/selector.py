@@ -50,6 +50,8 @@ class Choice:
     """Why, in one sentence."""
     alternatives: tuple[Alternative, ...]
     """All meshes of the last comparison, fastest first; the chosen one is among them."""
+    wants_fresh_counts: bool = False
+    """The plan is from stale counts, and waiting for those of the same step would take less time than it would save."""
 
 
 @dataclass
@@ -70,6 +72,8 @@ class _Offer(NamedTuple):
     plan: PartitionPlan
     model_ns: int
     corrected_ns: int
+    stale_ns: int
+    """How much of it is expected because the counts are stale."""
 
 
 class StrategySelector:
@@ -94,6 +98,7 @@ class StrategySelector:
         recheck_steps: Steps after which meshes are compared anew.
         drift: Estimator of stale counts; default `DriftEstimator()`.
         capacity: Most layers kept; the one not used for longest is dropped.
+        fresh_counts_us: Time that a layer waits when it is planned from counts of the same step; infinite never asks.
         planner: Makes the plan of a workload on a mesh with a predictor at hand; default `plan_workload`.
 
     Raises:
@@ -113,6 +118,7 @@ class StrategySelector:
         recheck_steps: int = 50,
         drift: DriftEstimator | None = None,
         capacity: int = 1024,
+        fresh_counts_us: float = math.inf,
         planner: Planner | None = None,
     ) -> None:
         if not math.isfinite(hysteresis) or not 0 <= hysteresis < 1:
@@ -126,6 +132,9 @@ class StrategySelector:
         self._recheck_steps = checked_count("recheck_steps", recheck_steps)
         self._drift = drift or DriftEstimator(capacity=capacity)
         self._capacity = checked_count("capacity", capacity)
+        if not fresh_counts_us >= 0:
+            raise ValueError(f"fresh_counts_us must be a time of at least 0, got {fresh_counts_us!r}; inf never asks")
+        self._fresh_counts_us = fresh_counts_us
         self._planner = planner
         self._layers: OrderedDict[int, _Layer] = OrderedDict()
         self._log = PredictionLog(capacity)
@@ -218,7 +227,7 @@ class StrategySelector:
             Alternative(*offer.mesh, offer.corrected_ns / 1000, self._imbalance(offer.plan))
             for offer in sorted(offers.values(), key=lambda offer: offer.corrected_ns)
         )
-        choice = _choice(chosen, reason, alternatives)
+        choice = self._choice(chosen, reason, alternatives)
         model_ns = {mesh: offer.model_ns for mesh, offer in offers.items()}
         self._layers[layer] = _Layer(chosen.mesh, step, step, shape, choice, alternatives, model_ns)
         self._layers.move_to_end(layer)
@@ -230,12 +239,23 @@ class StrategySelector:
     def _follow(self, layer: int, state: _Layer, step: int, offer: _Offer) -> Choice:
         """Keeps the mesh and takes the plan of the newest counts."""
         reason = f"kept since step {state.checked}, compared anew after {self._recheck_steps} steps"
-        state.choice = _choice(offer, reason, state.alternatives)
+        state.choice = self._choice(offer, reason, state.alternatives)
         state.step = step
         state.model_ns[offer.mesh] = offer.model_ns
         self._layers.move_to_end(layer)
         self._sign(layer, step, state.choice)
         return state.choice
+
+    def _choice(self, offer: _Offer, reason: str, alternatives: tuple[Alternative, ...]) -> Choice:
+        return Choice(
+            ulysses_degree=offer.mesh[0],
+            ring_degree=offer.mesh[1],
+            plan=offer.plan,
+            predicted_us=offer.corrected_ns / 1000,
+            reason=reason,
+            alternatives=alternatives,
+            wants_fresh_counts=offer.stale_ns > 1000 * self._fresh_counts_us,
+        )
 
     def _decide(self, offers: dict[Mesh, _Offer], kept: Mesh | None, why: str) -> tuple[_Offer, str]:
         # The larger Ulysses degree wins ties: it comes first.
@@ -280,7 +300,11 @@ class StrategySelector:
         model_ns = next(known, None)
         if model_ns is None:
             model_ns = predict(plan)
-        return _Offer(mesh, plan, model_ns, self._log.corrected(mesh, model_ns))
+        stale_ns = 0
+        if eps > 0 and self._fresh_counts_us < math.inf:
+            eps = 0.0
+            stale_ns = model_ns - predict(plan)
+        return _Offer(mesh, plan, model_ns, self._log.corrected(mesh, model_ns), stale_ns)
 
     def _plan(self, workload: Workload, mesh: Mesh, predict: PREDICT, policies: Policies) -> PartitionPlan:
         goal = Goal(
@@ -315,17 +339,6 @@ class StrategySelector:
     def _sign(self, layer: int, step: int, choice: Choice) -> None:
         record = f";{layer},{step},{choice.ulysses_degree},{choice.ring_degree},{choice.plan.digest}"
         self._digest = hashlib.blake2b(self._digest + record.encode(), digest_size=16).digest()
-
-
-def _choice(offer: _Offer, reason: str, alternatives: tuple[Alternative, ...]) -> Choice:
-    return Choice(
-        ulysses_degree=offer.mesh[0],
-        ring_degree=offer.mesh[1],
-        plan=offer.plan,
-        predicted_us=offer.corrected_ns / 1000,
-        reason=reason,
-        alternatives=alternatives,
-    )
 
 
 def _name(mesh: Mesh) -> str:

@@ -275,6 +275,8 @@ class SequenceParallel:
             "sp/imbalance_after": records.mean("imbalance_after"),
             "sp/imbalance_gpu": records.mean("imbalance_gpu"),
             "sp/plan_reuse": self.cache.reuse_fraction,
+            "sp/plan_regret": self.cache.regret,
+            "sp/replans_per_step": self.cache.stats()["replans_per_step"],
             "sp/density": records.mean("density"),
             "sp/bytes_sent": self._runner.traffic.bytes_sent,
             "sp/attention_ms": measured,

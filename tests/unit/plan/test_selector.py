@@ -328,3 +328,23 @@ def test_digest_tells_choices_apart() -> None:
 def test_choices_do_not_depend_on_hash_order(hash_seed: str) -> None:
     """Ranks are processes with hash seeds of their own."""
     assert run_module("tests.unit.plan.selections", hash_seed).strip() == selected()
+
+
+def test_stale_counts_ask_for_fresh_ones_when_the_wait_is_shorter_than_the_loss() -> None:
+    """Drift of 30 % costs some time on every mesh: less than infinitely long, more than no time at all."""
+    wants = {}
+    for wait_us in (0.0, 1e9, float("inf")):
+        selector = StrategySelector(make_model(), meshes=[(6, 1)], fresh_counts_us=wait_us)
+        rng = np.random.default_rng(0)
+        sums = np.full(13, 1000)
+        for step in range(4):
+            selector.observe_counts(0, step, sums)
+            sums = (sums * np.exp(rng.normal(0, 0.3, 13))).astype(np.int64)
+        wants[wait_us] = selector.select(0, make_workload(), fresh_counts=False, step=4).wants_fresh_counts
+        assert not selector.select(0, make_workload(), fresh_counts=True, step=5).wants_fresh_counts
+    assert wants == {0.0: True, 1e9: False, float("inf"): False}
+
+
+def test_selector_refuses_a_negative_wait() -> None:
+    with pytest.raises(ValueError, match="fresh_counts_us must be a time of at least 0, got -1"):
+        StrategySelector(make_model(), fresh_counts_us=-1)
