@@ -263,7 +263,7 @@ def _plans(
 
     unbalanced = planned(contiguous, "contiguous", "home")
     plans = {UNBALANCED: unbalanced, UNBALANCED_DECOUPLED: unbalanced, PAPER: planned(contiguous, "paper", "paper")}
-    even = plan_partition(mask, *mesh, num_kv_heads=cluster.shape.num_kv_heads)
+    even = plan_partition(mask, *mesh, goal=Goal(num_kv_heads=cluster.shape.num_kv_heads))
     even_workload = Workload.from_mask(mask, even.q_block_home, even.kv_block_home, mesh[0] * mesh[1])
     for strategy in (OURS, OURS_DECOUPLED):
         predict = _nanoseconds(models[strategy in _DECOUPLED], cluster.forward_only)

@@ -12,6 +12,8 @@ every rank ends with an error.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from dbsp_megatron.attention.engines import Engine, check_engine, choose_engine
 from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.observability.environment import collect_environment, device_names
+from dbsp_megatron.plan import rates as plan_rates
 from dbsp_megatron.plan.calibration import Calibration, KernelRate, LinkCurve, fit_curve, fit_rate
 
 if not __package__:  # Run by its path: the repository is not on sys.path.
@@ -41,9 +44,10 @@ from tools.device_timing import (
     time_launches,
     time_planning,
 )
+from tools.held_out import HeldOut, held_out_error
 from tools.tables import aligned
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in plan_rates.DTYPES}
 DIRECTIONS = ("forward", "backward")
 COLLECTIVES = ("all_to_all", "p2p", "all_gather")
 _MIN_HEADS, _MIN_BLOCKS = 4, 16
@@ -161,8 +165,10 @@ def _measure_kernel(case: str, engine: Engine, shape: LaunchShape, ranks: Ranks,
     return [replace(launch, forward_us=f, backward_us=b) for launch, f, b in zip(timed, *slowest, strict=True)]
 
 
-def _fit_kernel(engine: Engine, dtype: str, shape: LaunchShape, timed: list[TimedLaunch]) -> list[KernelRate]:
-    return [
+def _fit_kernel(
+    case: str, engine: Engine, dtype: str, shape: LaunchShape, timed: list[TimedLaunch]
+) -> list[tuple[KernelRate, HeldOut]]:
+    fitted = [
         fit_rate(
             [(launch.blocks, launch.rows, launch.us(direction)) for launch in timed[: len(DESIGN)]],
             engine=engine.name,
@@ -174,15 +180,18 @@ def _fit_kernel(engine: Engine, dtype: str, shape: LaunchShape, timed: list[Time
         )
         for direction in DIRECTIONS
     ]
+    return [(rate, held_out_error(case, rate, timed[len(DESIGN) :])) for rate in fitted]
 
 
-def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list[str]]:
-    """Rates of both directions of everything in `config`, and a report of how they predict held-out masks; collective.
+def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list[HeldOut], list[str]]:
+    """Rates of both directions of everything in `config`, their errors on held-out masks, and a report; collective.
 
     Raises:
-        ValueError: on every rank: an engine does not run on some rank, or its times do not fit.
+        ValueError: on every rank: an engine does not run on some rank, its times do not fit, or the fit is useless for
+            held-out masks.
     """
     rates: list[KernelRate] = []
+    errors: list[HeldOut] = []
     fits = [("engine", "direction", "alpha us/block", "beta us/row", "gamma us", "R^2", "max residual")]
     checks = [("held-out mask", "direction", "dense blocks", "measured us", "predicted us", "error")]
     for name, (dtype, shape) in product(config.engines, config.shapes()):
@@ -192,17 +201,18 @@ def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list
             case,
             config.repeats,
             partial(_measure_kernel, case, engine, shape, ranks),
-            partial(_fit_kernel, engine, dtype, shape),
+            partial(_fit_kernel, case, engine, dtype, shape),
         )
-        for rate in found:
+        for rate, error in found:
+            rates.append(rate)
+            errors.append(error)
             costs = (f"{cost:.4g}" for cost in (rate.block_us, rate.row_us, rate.launch_us))
             fits.append((case, rate.direction, *costs, f"{rate.r_squared:.4f}", f"{rate.max_relative_residual:.1%}"))
             for launch in timed[len(DESIGN) :]:
                 measured, predicted = launch.us(rate.direction), float(rate.time_us(launch.blocks, launch.rows))
                 figures = (f"{measured:.1f}", f"{predicted:.1f}", f"{predicted / measured - 1:+.1%}")
                 checks.append((f"{case}, {launch.name}", rate.direction, str(launch.blocks), *figures))
-        rates += found
-    return rates, [aligned(fits, 2), aligned(checks, 2)]
+    return rates, errors, [aligned(fits, 2), aligned(checks, 2)]
 
 
 def _measure_link(
@@ -256,7 +266,7 @@ def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
     """
     problem = f"--output {output} is a folder: name a file in it" if output.is_dir() else None
     agree("fit_latency", problem, {"flags": digest_int(sorted(asdict(config).items()))}, ranks.group)
-    rates, report = fit_kernels(config, ranks)
+    rates, errors, report = fit_kernels(config, ranks)
     curves, links = fit_links(config, ranks)
     num_planned = ranks.size if ranks.size > 1 else _PLANNED_RANKS
     heads, num_blocks = _PLANNED_LAYER[config.quick]
@@ -266,12 +276,16 @@ def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
     if ranks.device.type == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     calibration = Calibration(
-        machine=f"{device_names()[0]}, {ranks.size // ranks.local_size} node(s) of {ranks.local_size} rank(s)",
+        machine=f"{_device_name(ranks.device)}, {ranks.size // ranks.local_size} node(s) of {ranks.local_size} rank(s)",
         versions=versions,
         kernels=tuple(rates),
         links=tuple(curves),
         plan_us=plan_us,
-        note=f"tools/fit_latency.py: at most {config.heads} heads and {config.seqlen} tokens; planning of {planned}",
+        note=(
+            f"tools/fit_latency.py{' --quick' if config.quick else ''}: at most {config.heads} heads and "
+            f"{config.seqlen} tokens; median error on masks that were not fitted: {', '.join(map(str, errors))}; "
+            f"planning of {planned}"
+        ),
     )
     problem = None
     if ranks.rank == 0:
@@ -281,7 +295,16 @@ def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
             print(f"wrote {output}", flush=True)
         except OSError as error:
             problem = f"--output {output} cannot be written ({error}): name a file in a folder that can"
+        for warning in (error.warning for error in errors if error.warning):
+            print(f"fit_latency: WARNING: {warning}", file=sys.stderr, flush=True)
     agree("", problem, {}, ranks.group)
+
+
+def _device_name(device: torch.device) -> str:
+    """Name of what was measured: the processor where a machine with accelerators was told to use that."""
+    if device.type == "cuda":
+        return device_names()[0]
+    return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def _block(text: str) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,11 @@ from tools.structured_masks import BoolArray, make_mask, parse_geometry
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 _MASK_NAMES = ("mask", "masks", "blocks", "packed")
+_RUN_ENTRIES = ("partitions", "samples", "imbalance.npz", FILE_NAME, "config.yaml")
+"""What makes a folder a run folder; each is there only in some runs."""
+_UNREADABLE = (OSError, ValueError, EOFError, TypeError, KeyError, MemoryError, NotImplementedError, RuntimeError,
+               zipfile.BadZipFile, zlib.error)  # fmt: skip
+"""What NumPy and zipfile raise for files that are cut short, empty, scrambled or of another kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +89,14 @@ def file_sources(path: Path) -> list[MaskSource]:
         One source for each layer; none for a run folder that saved no masks.
 
     Raises:
-        ValueError: if the path cannot be read or holds no mask.
+        ValueError: if the path cannot be read, holds no mask or is a folder that no run left behind.
     """
     if path.is_dir():
+        if not any((path / entry).exists() for entry in _RUN_ENTRIES):
+            raise ValueError(
+                f"{path} is no run folder, it has none of {', '.join(_RUN_ENTRIES)}; give the folder of one run, or "
+                f"files that end in {', '.join(SUFFIXES)}"
+            )
         saved = sorted((path / "partitions").glob("*.npz"))
         return [
             MaskSource(family=path.name, layer=_layer_number(file, index), load=source.load)
@@ -136,8 +148,7 @@ def recorded_imbalance(folder: Path) -> list[RecordedImbalance]:
     """
     recorded = []
     if (folder / "imbalance.npz").is_file():
-        with _open_npz(folder / "imbalance.npz") as arrays:
-            before, after = np.atleast_2d(arrays["before"]), np.atleast_2d(arrays["after"])
+        before, after = _read_imbalance(folder / "imbalance.npz")
         recorded = [_recorded(f"layer {layer}", before[:, layer], after[:, layer]) for layer in range(before.shape[1])]
     elif (folder / FILE_NAME).is_file():
         keys = ("sp/imbalance_before", "sp/imbalance_after")
@@ -172,11 +183,36 @@ def _layer_number(path: Path, index: int) -> int:
     return int(digits) if digits.isdecimal() else index
 
 
-def _open_npz(path: Path) -> Any:
+def _load(path: Path) -> Any:
+    """An array, or the open archive of several, whatever the file is called."""
     try:
         return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; save plain arrays with numpy.save or numpy.savez") from error
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    why = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(
+        f"{path} cannot be read: {why}; if it was cut short, copy or make it again, and save plain arrays with "
+        "numpy.save, numpy.savez or safetensors"
+    )
+
+
+def _read_imbalance(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Imbalance before and after planning, float64 [steps, layers]."""
+    loaded = _load(path)
+    try:
+        with loaded as arrays:
+            before, after = (np.atleast_2d(np.asarray(arrays[key], dtype=float)) for key in ("before", "after"))
+    except (*_UNREADABLE, AttributeError) as error:
+        raise _unreadable(path, error) from error
+    if before.ndim != 2 or before.shape != after.shape:
+        raise ValueError(
+            f"{path}: before and after must have one shape [steps, layers], got {list(before.shape)} and "
+            f"{list(after.shape)}; remove the file, the run's {FILE_NAME} has the means"
+        )
+    return before, after
 
 
 def _read_arrays(path: Path) -> list[tuple[str, NDArray[Any], int | None]]:
@@ -187,13 +223,13 @@ def _read_arrays(path: Path) -> list[tuple[str, NDArray[Any], int | None]]:
 
         try:
             tensors = load_file(path)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{path} cannot be read: {error}; save bool tensors with safetensors") from error
+        except (SafetensorError, *_UNREADABLE, AttributeError) as error:
+            raise _unreadable(path, error) from error
         if not tensors:
             raise ValueError(f"{path} holds no tensor; save masks as bool [H, N, N] or [L, H, N, N]")
         return [(name if len(tensors) > 1 else "", tensor, None) for name, tensor in sorted(tensors.items())]
-    loaded = _open_npz(path)
-    if path.suffix == ".npy":
+    loaded = _load(path)
+    if isinstance(loaded, np.ndarray):
         return [("", loaded, None)]
     with loaded as arrays:
         names = [name for name in arrays.files if name != "num_k_blocks"]
@@ -206,8 +242,8 @@ def _read_arrays(path: Path) -> list[tuple[str, NDArray[Any], int | None]]:
         try:
             length = int(arrays["num_k_blocks"]) if "num_k_blocks" in arrays.files else None
             return [("", arrays[known[0]], length)]
-        except (TypeError, ValueError, EOFError) as error:
-            raise ValueError(f"{path}: {known[0]} cannot be read: {error}; save plain arrays") from error
+        except _UNREADABLE as error:
+            raise _unreadable(path, error) from error
 
 
 def _num_layers(stored: NDArray[Any]) -> int:

@@ -24,7 +24,8 @@ from dbsp_megatron.parallel_state import factorisations
 if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tools.mask_files import RecordedImbalance, file_sources, generated_sources, recorded_imbalance
+from tools.mask_arguments import add_mask_arguments, mask_sources, number, whole_number
+from tools.mask_files import RecordedImbalance, recorded_imbalance
 from tools.plan_masks import Measurement, Options, measure, parse_mesh, policy_pair
 from tools.tables import aligned, write_csv
 
@@ -130,22 +131,16 @@ def draw(results: Sequence[Measurement], output: Path) -> list[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure the imbalance of block masks before and after planning.")
-    parser.add_argument("masks", type=Path, nargs="*", help=".npy, .npz or .safetensors files, or run folders")
-    made = parser.add_argument_group("generated masks", "all combinations, see tools/structured_masks.py --help")
-    made.add_argument("--kinds", nargs="+", default=[])
-    made.add_argument("--geometries", nargs="+", default=["wan720"])
-    made.add_argument("--densities", type=float, nargs="+", default=[0.414])
-    made.add_argument("--seeds", type=int, nargs="+", default=[0])
-    made.add_argument("--layers", type=int, nargs="+", default=[0])
+    add_mask_arguments(parser)
     how = parser.add_argument_group("plans")
     how.add_argument("--meshes", nargs="+", default=[], metavar="UxR", help="Ulysses x Ring degrees")
-    how.add_argument("--ranks", type=int, nargs="+", default=[], help="all factorisations (default: 8)")
+    how.add_argument("--ranks", type=whole_number(1), nargs="+", default=[], help="all factorisations (default: 8)")
     how.add_argument("--policies", nargs="+", default=["paper", "auto"], help="one name, or HEAD+BLOCK, for each")
     how.add_argument("--reward", type=float, default=2.0, help="of block policy paper (default: 2)")
     how.add_argument("--tolerance", type=float, default=0.005, help="load above the mean to aim at (default: 0.005)")
     how.add_argument("--num-kv-heads", type=int, help="K/V heads (default: one for each head)")
-    how.add_argument("--repeats", type=int, default=20, help="plans made to time one (default: 20)")
-    how.add_argument("--drift", type=float, nargs="+", default=[], help="judge plans also on masks drifted by this")
+    how.add_argument("--repeats", type=whole_number(1), default=20, help="plans made to time one (default: 20)")
+    how.add_argument("--drift", type=number, nargs="+", default=[], help="judge plans also on masks drifted by this")
     how.add_argument("--drift-seed", type=int, default=0)
     how.add_argument("--shared-layout", action="store_true", help="plan also in one hot stripe for all layers")
     parser.add_argument("--output", type=Path, default=Path("imbalance"), help="folder (default: imbalance)")
@@ -154,12 +149,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(given: argparse.Namespace) -> None:
+    sources = mask_sources(given)
     meshes = [parse_mesh(text) for text in given.meshes]
-    if any(number < 1 for number in (*given.ranks, given.repeats)):
-        raise ValueError(f"--ranks and --repeats must be at least 1, got {given.ranks} and {given.repeats}; raise them")
-    meshes += [mesh for number in given.ranks or ([] if meshes else [8]) for mesh in factorisations(number)]
-    sources = [source for path in given.masks for source in file_sources(path)]
-    sources += generated_sources(given.kinds, given.geometries, given.densities, given.seeds, given.layers)
+    meshes += [mesh for size in given.ranks or ([] if meshes else [8]) for mesh in factorisations(size)]
     recorded = {str(path): recorded_imbalance(path) for path in given.masks if path.is_dir()}
     if not sources and not any(recorded.values()):
         raise ValueError("there is no mask and no figure of a run to measure; give files, run folders or --kinds")

@@ -207,9 +207,8 @@ def _group_sums(blocks: BoolArray, head_items: IntArray, ulysses_degree: int) ->
 
 def _plan(mask: BlockMask, mesh: Mesh, policy: str, options: Options) -> PartitionPlan:
     head, block = policy_pair(policy)
-    return plan_partition(
-        mask, *mesh, head, block, options.reward, tolerance=options.tolerance, num_kv_heads=options.num_kv_heads
-    )
+    goal = Goal(tolerance=options.tolerance, num_kv_heads=options.num_kv_heads)
+    return plan_partition(mask, *mesh, head, block, options.reward, goal=goal)
 
 
 def _planner(counted: _Counted, plan: PartitionPlan, policy: str, options: Options) -> Callable[[], object]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def draw_run(folder: Path, out: Path) -> list[Path]:
         The files written.
 
     Raises:
-        ValueError: there is no metrics.jsonl, or nothing in the folder can be drawn.
+        ValueError: there is no metrics.jsonl, a partition cannot be read, or nothing in the folder can be drawn.
     """
     rows = read_metrics(folder)
     written = []
@@ -48,8 +50,12 @@ def draw_run(folder: Path, out: Path) -> list[Path]:
             written.append(out / "imbalance.png")
             break
     for saved in sorted((folder / "partitions").glob("*.npz")):
-        with np.load(saved, allow_pickle=False) as arrays:
-            plot_mask_partition(path=out / f"partition_{saved.stem}.png", title=saved.stem, **arrays)
+        try:
+            with np.load(saved, allow_pickle=False) as stored:
+                arrays = dict(stored)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{saved} cannot be read: {error}; copy it again or remove it") from error
+        plot_mask_partition(path=out / f"partition_{saved.stem}.png", title=saved.stem, **arrays)
         written.append(out / f"partition_{saved.stem}.png")
     if not written:
         raise ValueError(f"{folder} has no train/loss, sp/imbalance_* or partitions/*.npz; log some and run again")

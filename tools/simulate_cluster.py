@@ -38,7 +38,7 @@ from tools.cluster_model import (
     single_gpu_ms,
     with_network,
 )
-from tools.mask_files import file_sources, generated_sources
+from tools.mask_arguments import add_mask_arguments, mask_sources, whole_number
 from tools.tables import aligned, write_csv
 
 _FIXED_ASSUMPTIONS = (
@@ -64,7 +64,9 @@ def assumptions(cluster: Cluster, added: Sequence[str], num_masks: int) -> list[
             said.append(f"{direction} kernel: {rate.note}")
     said += [f"link {text}" for text in added]
     group_sizes = sorted({link.num_ranks for link in calibration.links if link.scope == "node"})
-    said.append(f"links inside a node measured with {', '.join(map(str, group_sizes))} GPUs, taken for all group sizes")
+    if group_sizes:
+        sizes = ", ".join(map(str, group_sizes))
+        said.append(f"links inside a node measured with {sizes} GPUs, taken for all group sizes")
     said.append(
         f"{cluster.gpus_per_node} GPUs a node; masks: {num_masks}; head_dim {shape.head_dim}, blocks of "
         f"{shape.block_size_q}, one sample for each replica, {cluster.num_layers} layers, "
@@ -138,19 +140,13 @@ def verdicts(times: Sequence[MeshTime]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Predict attention and step times on a cluster.")
-    parser.add_argument("masks", type=Path, nargs="*", help=".npy, .npz or .safetensors files, or run folders")
-    made = parser.add_argument_group("generated masks", "all combinations, see tools/structured_masks.py --help")
-    made.add_argument("--kinds", nargs="+", default=[])
-    made.add_argument("--geometries", nargs="+", default=["wan720"])
-    made.add_argument("--densities", type=float, nargs="+", default=[0.414])
-    made.add_argument("--seeds", type=int, nargs="+", default=[0])
-    made.add_argument("--layers", type=int, nargs="+", default=[0])
+    add_mask_arguments(parser)
     where = parser.add_argument_group("cluster")
     where.add_argument(
         "--calibration", type=Path, help="file of tools/fit_latency.py (default: H200 reference figures)"
     )
-    where.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
-    where.add_argument("--sp-degrees", type=int, nargs="+", help="default: the numbers of GPUs up to 64")
+    where.add_argument("--gpus", type=whole_number(1), nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    where.add_argument("--sp-degrees", type=whole_number(1), nargs="+", help="default: the numbers of GPUs up to 64")
     where.add_argument("--gpus-per-node", type=int, default=8)
     where.add_argument("--network-gbs", type=float, default=50.0, help="GB/s of a GPU, if not calibrated (default: 50)")
     where.add_argument("--network-latency-us", type=float, default=20.0, help="if not calibrated (default: 20)")
@@ -169,16 +165,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(given: argparse.Namespace) -> None:
+    sources = mask_sources(given)
     sp_degrees = sorted(set(given.sp_degrees or [number for number in given.gpus if number <= 64]))
-    if not sp_degrees or min(*sp_degrees, *given.gpus) < 1:
-        raise ValueError(
-            f"--gpus and --sp-degrees must be at least 1, got {given.gpus} and {given.sp_degrees}; set them"
-        )
+    if not sp_degrees:
+        raise ValueError(f"--sp-degrees are by default the --gpus up to 64, got none of {given.gpus}; set them")
     unused = [degree for degree in sp_degrees if all(number % degree for number in given.gpus)]
     if unused:
         raise ValueError(f"--sp-degrees {unused} divide no number of --gpus {given.gpus}; add such a number")
-    sources = [source for path in given.masks for source in file_sources(path)]
-    sources += generated_sources(given.kinds, given.geometries, given.densities, given.seeds, given.layers)
     if not sources:
         raise ValueError("there is no mask to simulate; give files, run folders that saved masks, or --kinds")
     calibration = reference_calibration() if given.calibration is None else Calibration.load(given.calibration)
@@ -226,7 +219,7 @@ def _run(given: argparse.Namespace) -> None:
         best = [{"mesh": time.mesh, **asdict(time)} for degree in sp_degrees for time in
                 best_times(times, degree).values()]  # fmt: skip
         what = "forward" if given.forward_only else "forward and backward"
-        title = f"Predicted attention, {what}, {calibration.machine.split(' (')[0]}"
+        title = f"Predicted attention, {what}\ncalibrated on {calibration.machine}"
         plot_scaling(best, alone_ms[0], given.output / "scaling.png", title=title)
         plot_meshes(meshes, given.output / "meshes.png", title=title)
         written += ["scaling.png", "meshes.png"]

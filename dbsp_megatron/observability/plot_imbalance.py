@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ BASELINE = "unbalanced"
 """Policy name that stands for contiguous heads and blocks."""
 
 _FLOOR_PERCENT = 0.01
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _FORMS = (("imbalance", "waiting at every ring step"), ("imbalance_gpu", "ring steps decoupled"))
 
 
@@ -51,7 +53,7 @@ def plot_policies(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[
             axes.set(xlabel="mesh, Ulysses x Ring", xlim=(-0.6, len(meshes) - 0.4))
             _percent_axis(axes, records)
         grid[0].set_ylabel("slowest rank above the mean")
-        handles = _handles(policies, colours)
+        handles = [_dot(colours[policy], policy) for policy in policies]
         drawn.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8))
         if title:
             drawn.suptitle(title, fontweight="bold", fontsize=12)
@@ -60,7 +62,7 @@ def plot_policies(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[
 def plot_moved(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw what a balance costs: the load above the mean over the share of query rows moved, one dot a mask and mesh.
 
-    Dots of plans that move nothing stand side by side, a column for each policy.
+    Every policy has a marker of its own, hollow, so that markers in one place can be told apart.
 
     Args:
         records: as for `plot_policies`, with `moved_q_fraction`; those of the baseline are left out.
@@ -73,15 +75,19 @@ def plot_moved(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
     records = [row for row in records if row["policy"] != BASELINE]
     policies = _names(records, "policy")
     colours = _policy_colours(policies)
+    shapes = zip(policies, itertools.cycle(_MARKERS))
+    markers = {
+        policy: {"marker": shape, "markersize": 6, "markerfacecolor": "none", "alpha": 0.85, "linestyle": "none"}
+        for policy, shape in shapes
+    }
     with figure(path, 9.4, 4.2) as drawn:
         grid = drawn.subplots(1, len(_FORMS), sharey=True, squeeze=False)[0]
         for axes, (form, meaning) in zip(grid, _FORMS, strict=True):
-            for place, policy in enumerate(policies):
+            for policy in policies:
                 chosen = [row for row in records if row["policy"] == policy]
-                aside = (place - (len(policies) - 1) / 2) * 0.012
                 axes.plot(
-                    [100 * row["moved_q_fraction"] or aside for row in chosen], [_percent(row[form]) for row in chosen],
-                    marker="o", markersize=4.5, alpha=0.6, color=colours[policy], linestyle="none", markeredgewidth=0,
+                    [100 * row["moved_q_fraction"] for row in chosen], [_percent(row[form]) for row in chosen],
+                    color=colours[policy], **markers[policy],
                 )  # fmt: skip
             axes.set_title(meaning)
             axes.set_xscale("symlog", linthresh=0.1, linscale=0.6)
@@ -90,7 +96,7 @@ def plot_moved(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
             axes.xaxis.set_minor_locator(_no_ticks())
             _percent_axis(axes, records)
         grid[0].set_ylabel("slowest rank above the mean")
-        handles = _handles(policies, colours)
+        handles = [_dot(colours[policy], policy, **markers[policy]) for policy in policies]
         drawn.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8))
         if title:
             drawn.suptitle(title, fontweight="bold", fontsize=12)
@@ -134,7 +140,7 @@ def plot_drift(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
             axes.grid(True)
         for axes in grid[:, 0]:
             axes.set_ylabel("slowest above the mean, %")
-        handles = [_dot(colours[mesh], mesh, line=True) for mesh in meshes]
+        handles = [_dot(colours[mesh], mesh, linestyle="-") for mesh in meshes]
         drawn.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), title="mesh")
         if title:
             drawn.suptitle(title, fontweight="bold", fontsize=12)
@@ -165,7 +171,7 @@ def _percent_axis(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     """Logarithmic axis of percents that holds all records, both forms, so that panels can share it."""
     values = [_percent(row[form]) for row in records for form, _ in _FORMS]
     axes.set_yscale("log")
-    ticks = [0.01, 0.1, 1, 10, 100, 1000]
+    ticks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]
     axes.set_yticks(ticks, [f"{tick:g} %" for tick in ticks])
     axes.set_ylim(min(*values, 0.3) / 1.4, max(*values, 1.0) * 1.4)
     axes.yaxis.set_minor_locator(_no_ticks())
@@ -183,11 +189,7 @@ def _no_ticks() -> Any:
     return NullLocator()
 
 
-def _handles(policies: Sequence[str], colours: Mapping[str, Any]) -> list[Any]:
-    return [_dot(colours[policy], policy) for policy in policies]
-
-
-def _dot(colour: Any, label: str, *, line: bool = False) -> Any:
+def _dot(colour: Any, label: str, **look: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color=colour, marker="o", markersize=5, linestyle="-" if line else "none", label=label)
+    return Line2D([], [], color=colour, label=label, **{"marker": "o", "markersize": 5, "linestyle": "none", **look})

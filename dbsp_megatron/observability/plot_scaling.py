@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from .plot_style import AFTER, BEFORE, INK, MUTED, figure, hues
 
 _SPARE_HUES = (4, 6, 2, 7)
+_TICK_DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7))
+_MIN_TICKS = 3
 
 
 def plot_scaling(
@@ -118,11 +121,22 @@ def _looks(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, d
 
 
 def _plain_log_labels(axes: Any) -> None:
-    from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter
+    """Labels a logarithmic y axis in plain numbers, at three places at least whatever its range; call it last."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(10, 10)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    ticks: list[float] = []
+    for digits in _TICK_DIGITS:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= _MIN_TICKS:
+            break
+    else:
+        ticks = [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(low, high)
 
 
 def _legend(drawn: Any, axes: Any) -> None:

@@ -7,15 +7,16 @@ from dbsp_megatron.plan.block_moves import minimal_moves
 from dbsp_megatron.plan.cache import PlanCache
 from dbsp_megatron.plan.calibration import Calibration, reference_calibration
 from dbsp_megatron.plan.drift import DriftEstimator
+from dbsp_megatron.plan.goal import Goal
 from dbsp_megatron.plan.head_balance import assign_heads
 from dbsp_megatron.plan.head_split import split_heads
-from dbsp_megatron.plan.hot_stripe import hot_stripe
+from dbsp_megatron.plan.hot_layout import TileCounter, barrier_stripe, hot_stripe, stripe_deviation
 from dbsp_megatron.plan.latency import LatencyModel
 from dbsp_megatron.plan.layout import block_homes
 from dbsp_megatron.plan.loads import evaluate_loads, plan_loads
 from dbsp_megatron.plan.mask_planner import plan_partition, sparse_imbalance
 from dbsp_megatron.plan.partition import PartitionPlan, barrier_imbalance
-from dbsp_megatron.plan.planner import Goal, plan_or_stay, plan_workload
+from dbsp_megatron.plan.planner import plan_or_stay, plan_workload
 from dbsp_megatron.plan.replan import ReplanRule
 from dbsp_megatron.plan.selector import StrategySelector
 from dbsp_megatron.plan.traffic import AttentionShape, PlanTraffic, plan_traffic
@@ -32,10 +33,12 @@ __all__ = [
     "PlanTraffic",
     "ReplanRule",
     "StrategySelector",
+    "TileCounter",
     "Workload",
     "assign_blocks_paper",
     "assign_heads",
     "barrier_imbalance",
+    "barrier_stripe",
     "block_homes",
     "evaluate_loads",
     "hot_stripe",
@@ -49,4 +52,5 @@ __all__ = [
     "sparse_imbalance",
     "split_heads",
     "step_aware_owner",
+    "stripe_deviation",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -64,10 +65,16 @@ class PlanCache:
         mesh: tuple[int, int] | None = None,
         capacity: int = 1024,
     ) -> None:
+        if not callable(planner):
+            raise ValueError(
+                f"planner must be a function from a Workload to a plan, got {planner!r}; see plan_workload"
+            )
+        if rule is not None and not isinstance(rule, ReplanRule):
+            raise ValueError(f"rule must be a ReplanRule, got {rule!r}; pass ReplanRule(policy=...)")
         self._planner = planner
         self._evaluate = evaluate or plan_loads
         self.rule = rule or ReplanRule()
-        self._mesh = mesh
+        self._mesh = None if mesh is None else _checked_mesh(mesh)
         self._capacity = checked_count("capacity", capacity)
         self._entries: OrderedDict[tuple[int, Hashable], _Entry] = OrderedDict()
         self._shared: OrderedDict[bytes, tuple[Workload, PartitionPlan]] = OrderedDict()
@@ -145,8 +152,13 @@ class PlanCache:
             counts that it was made from.
 
         Raises:
-            ValueError: if there are neither counts nor a plan yet.
+            ValueError: if there are neither counts nor a plan yet, or the planner makes no plan for these counts.
         """
+        layer, step = checked_count("layer", layer, minimum=0), checked_count("step", step, minimum=0)
+        if workload is not None and homes is not None and not _same_homes(workload.q_home, workload.k_home, homes):
+            raise ValueError(
+                f"the workload of layer {layer} was counted in another layout than homes; count it in the layout in use"
+            )
         if workload is None and (layer, key) not in self._entries:
             raise _unknown(layer, step, key)
         entry = self._entry(layer, key)
@@ -185,7 +197,7 @@ class PlanCache:
             ValueError: if `step` is negative.
         """
         checked_count("step", step, minimum=0)
-        self._entry(layer, key).observed = workload
+        self._entry(checked_count("layer", layer, minimum=0), key).observed = workload
 
     def knows(self, layer: int, key: Hashable = None, homes: tuple[IntArray, IntArray] | None = None) -> bool:
         """Tells whether `plan_for` could answer for this layer without counts; arguments as there."""
@@ -240,10 +252,20 @@ class PlanCache:
                 entry.plan, entry.planned = saved.plan, saved.plan.imbalance
 
     def _entry(self, layer: int, key: Hashable) -> _Entry:
-        entry = self._entries.setdefault((layer, key), _Entry())
+        try:
+            entry = self._entries.setdefault((layer, key), _Entry())
+        except TypeError as error:
+            raise ValueError(f"key must be hashable, got {key!r}; pass a tuple of numbers and strings") from error
         self._entries.move_to_end((layer, key))
         while len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
+            (dropped, _), old = self._entries.popitem(last=False)
+            if old.step is not None and old.step == self._last_step:
+                warnings.warn(
+                    f"layers decided at one step outnumber the capacity of the plan cache, {self._capacity} (layer "
+                    f"{dropped} was dropped): plans are made anew in every call; raise the capacity",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
         return entry
 
     def _drop_other_layouts(self, entry: _Entry, homes: tuple[IntArray, IntArray]) -> None:
@@ -255,10 +277,7 @@ class PlanCache:
             ("plan", "q_block_home", "kv_block_home"),
         ):
             held = getattr(entry, name)
-            if held is None or all(
-                np.array_equal(getattr(held, attribute), home)
-                for attribute, home in zip((q_name, k_name), homes, strict=True)
-            ):
+            if held is None or _same_homes(getattr(held, q_name), getattr(held, k_name), homes):
                 continue
             setattr(entry, name, None)
             entry.head_blocks, entry.judged, entry.step = head_blocks, None, None
@@ -291,6 +310,20 @@ class PlanCache:
         self._judge(max(0.0, used - fresh.imbalance))
         return (fresh, False) if switch else (plan, True)
 
+    def _checked(self, plan: PartitionPlan, workload: Workload) -> PartitionPlan:
+        """A planner's answer, if it is a plan for these counts and this mesh."""
+        if not isinstance(plan, PartitionPlan) or not fits(plan, workload):
+            raise ValueError(
+                f"the planner returned {type(plan).__name__} that is no plan for these heads, blocks and homes; return "
+                "what plan_workload makes of the workload, or wrap the planner in plan_or_stay"
+            )
+        if self._mesh not in (None, (plan.ulysses_degree, plan.ring_degree)):
+            raise ValueError(
+                f"the planner returned a plan for {plan.ulysses_degree} x {plan.ring_degree}, the cache has the mesh "
+                f"{self._mesh}; make both for one mesh"
+            )
+        return plan
+
     def _judge(self, lost: float) -> None:
         self._lost += lost
         self._num_judged += 1
@@ -303,12 +336,26 @@ class PlanCache:
             plan = held[1]
             self.shared += 1
         else:
-            plan = self._planner(candidate)
-            self._shared[key] = (candidate.without_mask(), plan)
+            plan = self._checked(self._planner(candidate), candidate)
+            # Loads of plans that move k-blocks depend on the mask itself, which counts do not tell.
+            if not plan.moved_kv_blocks.size:
+                self._shared[key] = (candidate.without_mask(), plan)
             while len(self._shared) > _MAX_SHARED:
                 self._shared.popitem(last=False)
         entry.planned = plan.imbalance
         return plan
+
+
+def _checked_mesh(mesh: tuple[int, int]) -> tuple[int, int]:
+    try:
+        ulysses, ring = mesh
+    except (TypeError, ValueError):
+        raise ValueError(f"mesh must be (ulysses_degree, ring_degree), got {mesh!r}; pass two integers") from None
+    return checked_count("ulysses_degree", ulysses), checked_count("ring_degree", ring)
+
+
+def _same_homes(q_home: IntArray, k_home: IntArray, homes: tuple[IntArray, IntArray]) -> bool:
+    return np.array_equal(q_home, homes[0]) and np.array_equal(k_home, homes[1])
 
 
 def _unknown(layer: int, step: int, key: Hashable) -> ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def read_layers(path: str | os.PathLike[str]) -> list[SavedLayer]:
         if stored["format"] != _FORMAT:
             raise ValueError(f"format is {stored['format']!r}, not {_FORMAT}")
         return [_layer(item) for item in stored["entries"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)} holds no plans: {error}; pass a file that save() wrote") from error
 
 
@@ -82,6 +83,8 @@ def _key_to_json(key: Hashable) -> Any:
     """Tuples become lists; nothing else in a key may be a list, so the way back is unique."""
     if isinstance(key, tuple):
         return [_key_to_json(item) for item in key]
+    if isinstance(key, float) and not math.isfinite(key):
+        raise ValueError(f"a key must hold finite numbers to be saved, got {key!r}; pass such a key")
     if key is None or isinstance(key, (bool, int, float, str)):
         return key
     raise ValueError(

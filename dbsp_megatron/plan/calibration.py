@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 
 from dbsp_megatron.observability.atomic_file import write_text
+from dbsp_megatron.plan.integers import checked_count
 from dbsp_megatron.plan.rate_fit import fit_curve, fit_rate, nonnegative_fit
 from dbsp_megatron.plan.rates import (
     COLLECTIVES,
     DIRECTIONS,
+    DTYPES,
     SCOPES,
     KernelRate,
     LinkCurve,
     check_member,
     check_number,
+    check_text,
 )
 
 _JSON_FORMAT = 1
@@ -52,7 +55,7 @@ class Calibration:
     """What was measured on one machine.
 
     Raises:
-        ValueError: if `plan_us` is impossible.
+        ValueError: if an entry has the wrong type or `plan_us` is impossible.
     """
 
     machine: str
@@ -66,11 +69,21 @@ class Calibration:
     plan_us: float
     """Host microseconds to plan a layer."""
     note: str = ""
-    """Where the numbers come from, if not from a run on this machine."""
+    """Where the numbers come from and how far they can be trusted."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kernels", tuple(self.kernels))
-        object.__setattr__(self, "links", tuple(self.links))
+        check_text("machine", self.machine)
+        check_text("note", self.note)
+        if not isinstance(self.versions, dict):
+            raise ValueError(f"versions must map names to versions, got {self.versions!r}; pass a dict of text")
+        for name, version in self.versions.items():
+            check_text("a name in versions", name)
+            check_text(f"versions[{name!r}]", version)
+        for key, kind in (("kernels", KernelRate), ("links", LinkCurve)):
+            entries = getattr(self, key)
+            if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, kind) for entry in entries):
+                raise ValueError(f"{key} must hold {kind.__name__} objects, got {entries!r}; pass a tuple of them")
+            object.__setattr__(self, key, tuple(entries))
         check_number("plan_us", self.plan_us)
 
     def kernel(
@@ -89,16 +102,20 @@ class Calibration:
 
         Args:
             direction: `forward` or `backward`.
-            dtype: Data type of q, k, v.
+            dtype: Data type of q, k, v: `float32`, `bfloat16` or `float16`.
             head_dim: Head dimension.
             block_size_q: Query tokens in a block.
             block_size_k: Key tokens in a block.
             engine: Kernel; None takes any.
 
         Raises:
-            ValueError: if the direction (or engine) was not measured at all.
+            ValueError: if an argument is out of range, or the direction (or engine) was not measured at all.
         """
         check_member("direction", direction, DIRECTIONS)
+        check_member("dtype", dtype, DTYPES)
+        head_dim = checked_count("head_dim", head_dim)
+        block_size_q = checked_count("block_size_q", block_size_q)
+        block_size_k = checked_count("block_size_k", block_size_k)
         area = block_size_q * block_size_k
 
         def distance(rate: KernelRate) -> tuple[bool, float, float, float, str]:
@@ -149,16 +166,20 @@ class Calibration:
             scope: `node` or `network`.
 
         Raises:
-            ValueError: if this collective was not measured in this scope; another scope never stands in for it.
+            ValueError: if an argument is out of range, or this collective was not measured in this scope; another
+                scope never stands in for it.
         """
         check_member("collective", collective, COLLECTIVES)
         check_member("scope", scope, SCOPES)
+        num_ranks = checked_count("num_ranks", num_ranks)
         fitting = [link for link in self.links if (link.collective, link.scope) == (collective, scope)]
         if not fitting:
             known = ", ".join(sorted({f"{link.collective} ({link.scope})" for link in self.links})) or "none"
+            where = "" if scope == "node" else ", started on two nodes or more"
             raise ValueError(
                 f"links has no {collective} curve of scope {scope!r} (there is: {known}); measure it with "
-                "tools/fit_latency.py, or set ranks_per_node to the number of ranks that share a node"
+                f"`torchrun --nproc_per_node 2 tools/fit_latency.py`{where}, or set ranks_per_node to the number of "
+                "ranks that share a node"
             )
         return min(fitting, key=lambda link: (abs(math.log(num_ranks / link.num_ranks)), -link.num_ranks))
 
@@ -175,7 +196,9 @@ class Calibration:
         """
         try:
             stored = json.loads(text)
-        except json.JSONDecodeError as error:
+        except RecursionError as error:
+            raise ValueError("a calibration must be JSON text, this is nested too deeply; write a new one") from error
+        except ValueError as error:
             raise ValueError(f"a calibration must be JSON text: {error}; pass what to_json() returned") from error
         if not isinstance(stored, dict) or stored.pop("format", None) != _JSON_FORMAT:
             raise ValueError(f"a calibration must be an object of format {_JSON_FORMAT}; run tools/fit_latency.py")

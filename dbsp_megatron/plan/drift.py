@@ -10,7 +10,7 @@ from statistics import NormalDist, median
 import numpy as np
 
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
-from dbsp_megatron.plan.rates import FloatArray
+from dbsp_megatron.plan.rates import FloatArray, is_number
 
 _MILLION = 1_000_000
 _SD_PER_MEDIAN = 1.4826
@@ -51,7 +51,7 @@ def expected_growth(eps: float, num_heads: int, ulysses_degree: int, age: int) -
     Raises:
         ValueError: if a number is out of range.
     """
-    if not math.isfinite(eps) or eps < 0:
+    if not is_number(eps) or eps < 0:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}; 0.02 is usual")
     return growth_coefficient(num_heads, ulysses_degree) * eps * math.sqrt(checked_count("age", age, minimum=0))
 
@@ -108,7 +108,7 @@ class DriftEstimator:
     """
 
     def __init__(self, *, prior: float = 0.05, capacity: int = 1024) -> None:
-        if not math.isfinite(prior) or not 0 <= prior <= 1:
+        if not is_number(prior) or not 0 <= prior <= 1:
             raise ValueError(f"prior must lie in 0..1, got {prior!r}; 0.05 is usual, 0.1 in training")
         self._prior = prior
         self._capacity = checked_count("capacity", capacity)

@@ -23,7 +23,7 @@ _BLOCK_REASONS = {
     "contiguous": "runs of consecutive blocks, made once at the model input",
     "stripe": "every R-th block, made once at the model input, so that hot regions spread over all ring ranks",
     "hot_stripe": "every R-th block, exchanged within small windows until rows and columns are even on all ring ranks",
-    "minimal_move": "blocks stay at home but for the fewest that bring every ring rank under the tolerance",
+    "minimal_move": "blocks stay at home but for few that leave the fullest ring ranks",
     "step_aware": "blocks leave their home where that evens out single ring steps",
     "paper": "heaviest block first to the least loaded ring rank, its home favoured",
 }

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
+_INT64_END = 1 << 63
+
 
 def checked_count(name: str, value: Any, minimum: int = 1) -> int:
     """Returns `value` as a Python integer that is at least `minimum`.
@@ -43,7 +45,10 @@ def checked_array(name: str, value: Any, shape: tuple[int | None, ...], limit: i
     Raises:
         ValueError: if the entries are no integers, the shape differs or an entry is negative or too large.
     """
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be an array of integers: {error}; pass one entry for each") from error
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must hold integers, got dtype {array.dtype}; convert it to int64")
     fits = array.ndim == len(shape) and all(
@@ -52,12 +57,14 @@ def checked_array(name: str, value: Any, shape: tuple[int | None, ...], limit: i
     if not fits:
         wanted = "[" + ", ".join("at least 1" if want is None else str(want) for want in shape) + "]"
         raise ValueError(f"{name} must have shape {wanted}, got {list(array.shape)}; pass one entry for each")
-    if int(array.min()) < 0 or (limit is not None and int(array.max()) >= limit):
+    checked = np.array(array, dtype=np.int64, order="C")
+    # As unsigned numbers negative ones are the largest: one pass sees both ends.
+    largest = int(checked.view(np.uint64).max())
+    if largest >= (_INT64_END if limit is None else limit):
         upper = "" if limit is None else f" and at most {limit - 1}"
         raise ValueError(
             f"{name} must hold integers of at least 0{upper}, got {int(array.min())}..{int(array.max())}; "
             "check the degrees and the counts it was made from"
         )
-    checked = np.array(array, dtype=np.int64, order="C")
     checked.setflags(write=False)
     return checked

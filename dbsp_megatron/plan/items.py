@@ -72,7 +72,9 @@ def heads_per_row(items: IntArray, num_q_blocks: int, ulysses_degree: int) -> In
     edges = np.zeros((ulysses_degree, num_q_blocks + 1), dtype=np.int64)
     np.add.at(edges, (items[:, RANK], items[:, BEGIN]), 1)
     np.add.at(edges, (items[:, RANK], items[:, END]), -1)
-    return edges[:, :-1].cumsum(axis=1)
+    num_heads: IntArray = edges[:, :-1].cumsum(axis=1)
+    num_heads.setflags(write=False)
+    return num_heads
 
 
 def rows_by_rank(

@@ -11,7 +11,7 @@ from dbsp_megatron.plan.calibration import Calibration
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
 from dbsp_megatron.plan.partition import PartitionPlan
 from dbsp_megatron.plan.prediction import Prediction
-from dbsp_megatron.plan.rates import DIRECTIONS, FloatArray, KernelRate
+from dbsp_megatron.plan.rates import DIRECTIONS, FloatArray, KernelRate, is_number
 from dbsp_megatron.plan.ring_time import barrier_time, decoupled_time
 from dbsp_megatron.plan.traffic import AttentionShape, PlanTraffic, plan_traffic
 
@@ -37,7 +37,7 @@ class LatencyModel:
         shape: Batch, K/V heads, dims and block sizes of the layer.
         ranks_per_node: Consecutive sp ranks that share a node.
         speeds: Relative speed of every sp rank, positive integers [P]; the fastest runs at the calibrated rates.
-        dtype: Data type of q, k, v.
+        dtype: Data type of q, k, v: `float32`, `bfloat16` or `float16`.
         decoupled: K/V are prefetched as early as they arrive, so that ring ranks do not wait for one another each step.
         mask_batch_size: Batch entries that the dense blocks of the plans count: 1 when one mask serves the whole batch,
             else `shape.batch_size`.
@@ -60,6 +60,9 @@ class LatencyModel:
         decoupled: bool = False,
         mask_batch_size: int = 1,
     ) -> None:
+        for name, value, kind in (("calibration", calibration, Calibration), ("shape", shape, AttentionShape)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}; pass such an object")
         self.calibration = calibration
         self.shape = shape
         self.dtype = dtype
@@ -117,8 +120,13 @@ class LatencyModel:
             traffic: What `plan_traffic` counted for this plan and shape, if that is at hand.
 
         Raises:
-            ValueError: if the plan does not fit `speeds`, or the calibration lacks a kernel or link that it needs.
+            ValueError: if the plan does not fit `speeds`, `compute_growth` is no finite number of at least 0, or the
+                calibration lacks a kernel or link that it needs.
         """
+        if not is_number(compute_growth) or compute_growth < 0:
+            raise ValueError(
+                f"compute_growth must be a finite number of at least 0, got {compute_growth!r}; 0 is for fresh counts"
+            )
         direction = DIRECTIONS[backward]
         rate = self.rate(direction)
         traffic = traffic or plan_traffic(plan, self.shape)

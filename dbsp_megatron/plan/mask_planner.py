@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dbsp_megatron.plan.goal import Goal
 from dbsp_megatron.plan.head_balance import HEAD_POLICIES
-from dbsp_megatron.plan.hot_stripe import TileCounter, barrier_stripe, hot_stripe
+from dbsp_megatron.plan.hot_layout import TileCounter, barrier_stripe, hot_stripe
 from dbsp_megatron.plan.integers import IntArray, checked_count
 from dbsp_megatron.plan.items import BEGIN, END, HEAD, RANK
 from dbsp_megatron.plan.layout import block_homes, check_policy
 from dbsp_megatron.plan.partition import PartitionPlan, barrier_cost
-from dbsp_megatron.plan.planner import Goal, plan_workload, relabelled
+from dbsp_megatron.plan.planner import plan_workload, relabelled
 from dbsp_megatron.plan.workload import Workload
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ def plan_partition(
     block_policy: str = "auto",
     reward: float = 2.0,
     *,
-    tolerance: float = 0.005,
-    num_kv_heads: int | None = None,
+    goal: Goal | None = None,
 ) -> PartitionPlan:
     """Plans one layer from its whole mask, token layout included.
 
@@ -47,8 +47,7 @@ def plan_partition(
             `step_aware` (from the stripe). `auto` leaves blocks contiguous if that meets the tolerance, else takes
             `hot_stripe`, and moves single q-blocks if ranks still exceed it.
         reward: Bias of the `paper` block policy towards staying at home.
-        tolerance: See `Goal`.
-        num_kv_heads: See `Goal`.
+        goal: Tolerance and costs; default `Goal()`.
 
     Returns:
         The plan; with both policies `auto` its imbalance is never above `sparse_imbalance`.
@@ -56,11 +55,15 @@ def plan_partition(
     Raises:
         ValueError: if degrees or policies do not fit.
     """
+    if not hasattr(mask, "blocks") or not hasattr(mask, "numpy"):
+        raise ValueError(
+            f"mask must be a BlockMask, got {type(mask).__name__}; wrap bool blocks [B, H, Nq, Nk] as BlockMask(blocks)"
+        )
     ulysses_degree = checked_count("ulysses_degree", ulysses_degree)
     ring_degree = checked_count("ring_degree", ring_degree)
     check_policy("head_policy", head_policy, HEAD_POLICIES)
     check_policy("block_policy", block_policy, _BLOCK_POLICIES)
-    goal = Goal(tolerance=tolerance, num_kv_heads=num_kv_heads)
+    goal = goal or Goal()
     plan_counts = partial(plan_workload, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
     if block_policy != "auto":
         layout = _LAYOUT_OF.get(block_policy, block_policy)
@@ -76,22 +79,20 @@ def plan_partition(
     if barrier_cost(best.loads) > barrier_cost(nothing.loads):
         best = relabelled(nothing, "contiguous")
     # A ring of one holds every block, so the layout changes nothing.
-    if ring_degree == 1 or (not best.moved_q_blocks.size and best.imbalance <= 1 + tolerance):
+    if ring_degree == 1 or _excess(best, goal) == 0:
         return best
     for layout in ("hot_stripe", "stripe"):
         workload = _workload_in_layout(mask, ulysses_degree, ring_degree, layout, head_policy, goal)
         plan = relabelled(plan_counts(workload, head_policy=head_policy, goal=goal), layout)
-        if barrier_cost(plan.loads) <= barrier_cost(nothing.loads) and _rank(plan, tolerance) < _rank(best, tolerance):
+        if barrier_cost(plan.loads) <= barrier_cost(nothing.loads) and _excess(plan, goal) < _excess(best, goal):
             best = plan
-        if best.imbalance <= 1 + tolerance and best.imbalance_gpu <= 1 + tolerance:
+        if _excess(best, goal) == 0:
             break
     return best
 
 
-def _rank(plan: PartitionPlan, tolerance: float) -> tuple[float, int]:
-    """Key for the better plan: both forms of the imbalance beyond the tolerance, then moved rows."""
-    excess = max(plan.imbalance_gpu, 1 + tolerance) + max(plan.imbalance, 1 + tolerance)
-    return excess, int(plan.moved_q_rows.sum())
+def _excess(plan: PartitionPlan, goal: Goal) -> int:
+    return goal.excess(plan.loads, plan.rows, int(plan.moved_q_rows.sum()))
 
 
 def sparse_imbalance(mask: BlockMask, ulysses_degree: int, ring_degree: int) -> float:

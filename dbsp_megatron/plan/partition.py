@@ -57,6 +57,9 @@ class PartitionPlan:
 
     def __post_init__(self) -> None:
         ulysses, ring = (checked_count(name, getattr(self, name)) for name in _SCALARS[:2])
+        for name in _SCALARS[2:]:
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be the name of a policy, got {getattr(self, name)!r}; pass a string")
         q_owner = checked_array("q_block_owner", self.q_block_owner, (None,), ring)
         kv_owner = checked_array("kv_block_owner", self.kv_block_owner, (None,), ring)
         checked = {
@@ -121,7 +124,13 @@ class PartitionPlan:
         return heads_per_row(self.head_items, self.num_q_blocks, self.ulysses_degree)
 
     def q_owner_of(self, ulysses_rank: int) -> IntArray:
-        """Ring rank of each q-block for the heads of one Ulysses rank, moves included: int64 [Nq]."""
+        """Ring rank of each q-block for the heads of one Ulysses rank, moves included: int64 [Nq].
+
+        Raises:
+            ValueError: if there is no such Ulysses rank.
+        """
+        if not 0 <= ulysses_rank < self.ulysses_degree:
+            raise ValueError(f"ulysses_rank must lie in 0..{self.ulysses_degree - 1}, got {ulysses_rank!r}")
         mine = self.q_moves[self.q_moves[:, 0] == ulysses_rank]
         if not mine.size:
             return self.q_block_owner
@@ -147,7 +156,7 @@ class PartitionPlan:
     def _group_size(self, num_kv_heads: int | None) -> int:
         if num_kv_heads is None:
             return 1
-        if num_kv_heads < 1 or self.num_heads % num_kv_heads:
+        if self.num_heads % checked_count("num_kv_heads", num_kv_heads):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} must divide the {self.num_heads} heads of the plan; pass the K/V heads "
                 "of this layer"
@@ -216,9 +225,16 @@ class PartitionPlan:
             state.update(array.astype("<i8").tobytes())
         return state.hexdigest()
 
+    @property
+    def _load_digest(self) -> str:
+        """Of what `digest` leaves out, since it does not decide the exchange."""
+        state = hashlib.blake2b(f"{self.head_policy},{self.block_policy}".encode(), digest_size=16)
+        state.update(self.loads.astype("<i8").tobytes())
+        return state.hexdigest()
+
     def to_json(self) -> str:
         """Returns the plan as JSON text of one line, with its digest."""
-        fields: dict[str, Any] = {"format": _JSON_FORMAT, "digest": self.digest}
+        fields: dict[str, Any] = {"format": _JSON_FORMAT, "digest": self.digest, "load_digest": self._load_digest}
         fields.update((name, getattr(self, name)) for name in _SCALARS)
         fields.update((name, getattr(self, name).tolist()) for name in _ARRAYS)
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -235,20 +251,22 @@ class PartitionPlan:
         """
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a plan must be JSON text: {error}; pass what to_json() returned") from error
         if not isinstance(fields, dict) or fields.get("format") != _JSON_FORMAT:
             raise ValueError(f"a plan must be a JSON object with format {_JSON_FORMAT}; pass what to_json() returned")
-        missing = [name for name in ("digest", *_SCALARS, *_ARRAYS) if name not in fields]
+        missing = [name for name in ("digest", "load_digest", *_SCALARS, *_ARRAYS) if name not in fields]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(missing)}; pass what to_json() returned")
         if fields["q_moves"] == []:
             fields["q_moves"] = np.zeros((0, 3), dtype=np.int64)
         plan = cls(**{name: fields[name] for name in (*_SCALARS, *_ARRAYS)})
-        if plan.digest != fields["digest"]:
-            raise ValueError(
-                f"the plan says digest {fields['digest']} but its owners give {plan.digest}; it was changed, plan again"
-            )
+        for name, found in (("digest", plan.digest), ("load_digest", plan._load_digest)):
+            if found != fields[name]:
+                what = "owners" if name == "digest" else "loads and policies"
+                raise ValueError(
+                    f"the plan says {name} {fields[name]} but its {what} give {found}; it was changed, plan again"
+                )
         return plan
 
     def explain(self) -> str:

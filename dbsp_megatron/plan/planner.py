@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dbsp_megatron.plan.block_balance import assign_blocks_paper, step_aware_owner
 from dbsp_megatron.plan.block_moves import minimal_moves
+from dbsp_megatron.plan.goal import COST_PER_BLOCK, Goal
 from dbsp_megatron.plan.head_balance import HEAD_POLICIES, assign_heads
 from dbsp_megatron.plan.head_split import split_heads
-from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
+from dbsp_megatron.plan.integers import IntArray, checked_count
 from dbsp_megatron.plan.items import RANK, heads_per_row, items_of_owners, rows_by_rank
 from dbsp_megatron.plan.layout import check_policy
 from dbsp_megatron.plan.loads import NO_MOVES, LoadCounter, check_mesh
@@ -22,45 +24,7 @@ from dbsp_megatron.plan.workload import Workload
 BLOCK_POLICIES = ("auto", "home", "paper", "minimal_move", "step_aware")
 """What may happen to blocks after the layout was made."""
 
-PREDICT = Callable[[PartitionPlan], int]
-"""Predicted time of a plan as an integer (nanoseconds), so that ranks never differ in a comparison."""
-
-_MILLION = 1_000_000
-_COST_PER_BLOCK = 8
 _IN_TOLERANCE = 0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Goal:
-    """What a plan should reach and what counts as work; one for all layers of a run.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
-
-    tolerance: float = 0.005
-    """A rank may have this share more than its fair part."""
-    row_overhead: float = 0.0
-    """Cost of a (head, q-block) row beside its dense blocks, in dense blocks, for all batch entries counted."""
-    num_kv_heads: int | None = None
-    """K/V heads Hkv that query heads share; None is one for each head."""
-    speeds: IntArray | None = None
-    """int64 [P], relative speed of every rank; None is equal speed."""
-    predict: PREDICT | None = None
-    """Predicted time of a plan. With it `auto` takes the fastest, else what meets the tolerance with least traffic."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance <= 1:
-            raise ValueError(f"tolerance must lie in 0..1, got {self.tolerance!r}; 0.005 is usual")
-        if not 0 <= self.row_overhead <= 1e6:
-            raise ValueError(f"row_overhead must lie in 0..1e6 dense blocks, got {self.row_overhead!r}; 0 ignores rows")
-        if self.num_kv_heads is not None:
-            checked_count("num_kv_heads", self.num_kv_heads)
-        if self.speeds is not None:
-            speeds = checked_array("speeds", self.speeds, (None,))
-            if int(speeds.min()) < 1:
-                raise ValueError(f"speeds must be positive integers, got {speeds.tolist()}; 1000 for a usual rank")
-            object.__setattr__(self, "speeds", speeds)
 
 
 def plan_workload(
@@ -83,17 +47,23 @@ def plan_workload(
             the tolerance, else splits them, or without `workload.row_tiles` moves whole heads (`lpt_swap`).
         block_policy: `home` (blocks stay), `minimal_move` (single q-blocks leave the fullest ring ranks), `step_aware`
             (q-blocks placed for every ring step), `paper` (the published rule; needs `workload.blocks`) or `auto`:
-            `home` if that meets the tolerance, else `minimal_move`.
+            `home`, or `minimal_move` where a rank exceeds the tolerance and the moves cost less than they gain.
         reward: Bias of the `paper` block policy towards staying at home.
         goal: Tolerance and costs; default `Goal()`.
 
     Returns:
-        The plan. Under `auto` it is contiguous heads with all blocks at home unless another is better by the sum of
-        both forms of the imbalance, each counted from the tolerance on.
+        The plan. Under `auto` it is contiguous heads with all blocks at home unless another has a lower `Goal.excess`.
 
     Raises:
         ValueError: if degrees, policies or counts do not fit.
     """
+    if not isinstance(workload, Workload):
+        raise ValueError(
+            f"workload must be a Workload, got {type(workload).__name__}; count a mask with Workload.from_mask or use "
+            "plan_partition"
+        )
+    if goal is not None and not isinstance(goal, Goal):
+        raise ValueError(f"goal must be a Goal, got {type(goal).__name__}; pass Goal(tolerance=...)")
     ulysses_degree = checked_count("ulysses_degree", ulysses_degree)
     ring_degree = checked_count("ring_degree", ring_degree)
     check_policy("head_policy", head_policy, HEAD_POLICIES)
@@ -105,12 +75,13 @@ def plan_workload(
     if job.goal.predict is not None:
         return job.fastest(block_policy)
     nothing = job.draft("contiguous", "home" if block_policy == "auto" else block_policy)
-    if job.excess(nothing) == _IN_TOLERANCE:
+    excess = job.excess(nothing)
+    if excess == _IN_TOLERANCE:
         return job.finish(nothing)
     placed = job.draft("split" if workload.row_tiles is not None else "lpt_swap", block_policy)
     if np.array_equal(placed.items, nothing.items):
         placed = replace(placed, head_policy="contiguous")
-    return job.finish(min(placed, nothing, key=job.excess))
+    return job.finish(placed if job.excess(placed) <= excess else nothing)
 
 
 def plan_or_stay(
@@ -188,22 +159,19 @@ class _Job:
             self.q_ring, self.kv_ring = _paper_owners(workload, self.q_ring, self.kv_ring, ring_degree, reward)
         self.counter = LoadCounter(workload, self.q_ring, self.kv_ring, ulysses_degree, ring_degree)
         self.row_cost, self.head_cost = workload.row_blocks, workload.head_blocks
-        self.extra = round(_COST_PER_BLOCK * goal.row_overhead)
-        if self.extra:
-            self.row_cost = _COST_PER_BLOCK * workload.row_blocks + self.extra
+        if goal.row_cost:
+            self.row_cost = COST_PER_BLOCK * workload.row_blocks + goal.row_cost
             self.head_cost = self.row_cost.sum(axis=1)
-        size = ulysses_degree * ring_degree
-        if goal.speeds is not None and goal.speeds.shape[0] != size:
-            raise ValueError(f"speeds must have one entry for each of {size} ranks, got {goal.speeds.shape[0]}; pass P")
-        speeds = np.ones(size, dtype=np.int64) if goal.speeds is None else goal.speeds
-        # Rank p = r*U + u.
-        self.speeds = speeds.reshape(ring_degree, ulysses_degree).T
-        self.share = _MILLION + round(goal.tolerance * _MILLION)
-        total, whole = int(self.head_cost.sum()) * self.share, int(speeds.sum()) * _MILLION
-        self.bounds = np.array([[total * s // whole for s in row] for row in self.speeds.tolist()], dtype=np.int64)
+        self.speeds = goal.rank_speeds(ulysses_degree, ring_degree)
+        self.bounds = goal.bounds(int(self.head_cost.sum()), self.speeds)
 
     def draft(self, head_policy: str, block_policy: str, tolerance: float | None = None) -> _Draft:
-        """What given policies make; `auto` blocks move only where a rank exceeds its bound."""
+        """What given policies make; `auto` blocks move only where a rank exceeds its bound, and if that pays."""
+        if block_policy == "auto":
+            home = self.draft(head_policy, "home", tolerance)
+            if self.ring == 1 or self.workload.row_tiles is None or not self._full(home).any():
+                return home
+            return min(home, self.moved(home, "minimal_move"), key=self.excess)
         speeds = None if self.goal.speeds is None else self.speeds.sum(axis=1)
         kv_heads = self.goal.num_kv_heads
         if head_policy == "split":
@@ -214,13 +182,13 @@ class _Job:
         else:
             owner = assign_heads(self.head_cost, self.ulysses, head_policy, num_kv_heads=kv_heads, speeds=speeds)
             items = items_of_owners(owner, self.workload.num_q_blocks)
-        loads = self.counter.count(items)
-        moves = self._moves(items, loads, block_policy)
-        if moves.size:
-            loads = self.counter.count(items, moves)
-        if block_policy == "auto":
-            block_policy = "minimal_move" if moves.size else "home"
-        return _Draft(head_policy, block_policy, items, moves, loads)
+        home = _Draft(head_policy, block_policy, items, NO_MOVES, self.counter.count(items))
+        return home if block_policy in ("home", "paper") or self.ring == 1 else self.moved(home, block_policy)
+
+    def moved(self, home: _Draft, block_policy: str) -> _Draft:
+        """A draft with q-blocks moved by `minimal_move` or `step_aware`."""
+        moves = self._moves(home, block_policy)
+        return replace(home, block_policy=block_policy, moves=moves, loads=self.counter.count(home.items, moves))
 
     def finish(self, draft: _Draft) -> PartitionPlan:
         """The checked plan of a draft."""
@@ -238,21 +206,27 @@ class _Job:
             q_moves=draft.moves,
         )
 
-    def _moves(self, items: IntArray, loads: IntArray, block_policy: str) -> IntArray:
-        """int64 [m, 3]; none without a ring, or when the counts by row are missing and nobody insists on moving."""
-        if self.ring == 1 or block_policy in ("home", "paper"):
-            return NO_MOVES
+    def _full(self, draft: _Draft) -> NDArray[np.bool_]:
+        """Bool [U], ring groups in which a rank exceeds its bound."""
+        costs: IntArray = draft.loads.sum(axis=2)
+        if self.goal.row_cost:
+            costs = COST_PER_BLOCK * costs + self.goal.row_cost * self._rows(draft)
+        return np.any(costs > self.bounds, axis=1)
+
+    def _rows(self, draft: _Draft) -> IntArray:
+        return rows_by_rank(draft.items, self.q_ring, draft.moves, self.ulysses, self.ring)
+
+    def _moves(self, home: _Draft, block_policy: str) -> IntArray:
+        """int64 [m, 3], q-blocks that leave the ring rank of their home."""
         if self.workload.row_tiles is None:
-            if block_policy == "auto":
-                return NO_MOVES
             raise ValueError(
                 f"block_policy={block_policy!r} moves q-blocks and needs workload.row_tiles, which is None; build the "
                 "workload with Workload.from_mask or use block_policy='home'"
             )
-        full = np.any(self._costs(items, NO_MOVES, loads) > self.bounds, axis=1).tolist()
-        found = []
+        full = self._full(home).tolist()
+        found = [NO_MOVES]
         for u in range(self.ulysses):
-            mine = items[items[:, RANK] == u]
+            mine = home.items[home.items[:, RANK] == u]
             if block_policy == "step_aware":
                 owner = step_aware_owner(self._group_tiles(mine), self.q_ring, tolerance=self.goal.tolerance)
                 covered = heads_per_row(mine, self.workload.num_q_blocks, self.ulysses)[u] > 0
@@ -264,7 +238,7 @@ class _Job:
             else:
                 continue
             found.append(np.column_stack([np.full(len(moved), u, dtype=np.int64), moved]))
-        return np.concatenate(found) if found else NO_MOVES
+        return np.concatenate(found)
 
     def _group_cost(self, items: IntArray) -> IntArray:
         """int64 [Nq], cost of each q-block over items."""
@@ -282,26 +256,14 @@ class _Job:
                 tiles[begin:end] += row_tiles[head, begin:end]
         return tiles.reshape(-1, self.ring, self.ulysses).sum(axis=2)
 
-    def _costs(self, items: IntArray, moves: IntArray, loads: IntArray) -> IntArray:
-        """int64 [U, R], cost of each rank in the unit of `row_cost`."""
-        totals: IntArray = loads.sum(axis=2)
-        if not self.extra:
-            return totals
-        rows = rows_by_rank(items, self.q_ring, moves, self.ulysses, self.ring)
-        return _COST_PER_BLOCK * totals + self.extra * rows
-
     def excess(self, draft: _Draft) -> int:
-        """Both forms of the imbalance in millionths, each counted from the tolerance on."""
-        steps: IntArray = draft.loads
-        if self.extra:
-            # A row costs something in every ring step; all costs are times R, so that they stay integers.
-            rows = rows_by_rank(draft.items, self.q_ring, draft.moves, self.ulysses, self.ring)
-            steps = _COST_PER_BLOCK * self.ring * draft.loads + self.extra * rows[:, :, None]
-        # Relative to what a rank may have, which depends on its speed.
-        allowed = np.maximum(1, self.bounds * (self.ring if self.extra else 1))
-        heaviest = int((steps.sum(axis=2) * _MILLION // allowed).max())
-        barrier = int((steps * _MILLION // allowed[:, :, None]).max(axis=1).sum(axis=1).max())
-        return max(0, heaviest - _MILLION) + max(0, barrier - _MILLION)
+        """See `Goal.excess`."""
+        rows = self._rows(draft) if self.goal.row_cost else draft.loads[:, :, 0]
+        moved = 0
+        if draft.moves.size:
+            num_heads = heads_per_row(draft.items, self.workload.num_q_blocks, self.ulysses)
+            moved = int(num_heads[draft.moves[:, 0], draft.moves[:, 1]].sum())
+        return self.goal.excess(draft.loads, rows, moved)
 
     def fastest(self, block_policy: str) -> PartitionPlan:
         """The candidate with the lowest predicted time; doing nothing wins ties."""

@@ -15,6 +15,7 @@ from dbsp_megatron.plan.integers import checked_count
 DIRECTIONS = ("forward", "backward")
 COLLECTIVES = ("all_to_all", "p2p", "all_gather")
 SCOPES = ("node", "network")
+DTYPES = ("float32", "bfloat16", "float16")
 MIN_R_SQUARED = 0.9
 MEASURE_AGAIN = "measure it again on an idle machine"
 
@@ -34,7 +35,7 @@ class KernelRate:
     direction: str
     """`forward` or `backward` (a whole backward: dq, dk and dv)."""
     dtype: str
-    """Data type of q, k, v, such as `bfloat16`."""
+    """Data type of q, k, v: `float32`, `bfloat16` or `float16`."""
     head_dim: int
     """Head dimension D."""
     block_size_q: int
@@ -57,7 +58,10 @@ class KernelRate:
     """What was assumed when this rate stands in for one that was not measured; empty for a measured one."""
 
     def __post_init__(self) -> None:
+        check_text("engine", self.engine)
+        check_text("note", self.note)
         check_member("direction", self.direction, DIRECTIONS)
+        check_member("dtype", self.dtype, DTYPES)
         for name in ("head_dim", "block_size_q", "block_size_k", "num_points"):
             checked_count(name, getattr(self, name))
         for name in ("block_us", "row_us", "launch_us", "max_relative_residual"):
@@ -141,13 +145,25 @@ class LinkCurve:
 
 def check_member(name: str, value: Any, members: tuple[str, ...]) -> None:
     """Refuses a value that is none of `members`, naming them."""
-    if value not in members:
+    if not isinstance(value, str) or value not in members:
         raise ValueError(f"{name} must be one of {', '.join(members)}, got {value!r}; use one of them")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Refuses a value that is no text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {value!r}; write it in quotes")
 
 
 def is_number(value: Any) -> bool:
     """Tells whether `value` is a finite int or float (no boolean)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        # An integer beyond every float.
+        return False
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> None:

@@ -6,15 +6,19 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from dbsp_megatron.plan.drift import DriftEstimator, expected_growth_of
+from dbsp_megatron.plan.goal import PREDICT, Goal
+from dbsp_megatron.plan.head_balance import HEAD_POLICIES
 from dbsp_megatron.plan.integers import IntArray, checked_count
 from dbsp_megatron.plan.latency import LatencyModel
+from dbsp_megatron.plan.layout import check_policy
 from dbsp_megatron.plan.partition import PartitionPlan
-from dbsp_megatron.plan.planner import PREDICT, Goal, plan_workload
+from dbsp_megatron.plan.planner import BLOCK_POLICIES, plan_workload
 from dbsp_megatron.plan.prediction_log import PredictionLog, Record
+from dbsp_megatron.plan.rates import is_number
 from dbsp_megatron.plan.traffic import plan_traffic
 from dbsp_megatron.plan.workload import Workload
 
@@ -87,6 +91,10 @@ class StrategySelector:
     of a layer jumps or when its shape changes; in between only the plan follows the counts, on the kept mesh and by
     the kept policies.
 
+    Measured times (`observe_time`) correct the model by mesh. A mesh that never ran takes the mean correction of those
+    that did, so times of one mesh alone correct what is predicted, but never which mesh is chosen: to tell
+    alternatives apart, run and measure each of them, a few steps or in a benchmark before.
+
     Args:
         model: Predicts times.
         meshes: (U, R) to choose from; None takes every factorisation of the ranks. All must have the same product.
@@ -121,18 +129,26 @@ class StrategySelector:
         fresh_counts_us: float = math.inf,
         planner: Planner | None = None,
     ) -> None:
-        if not math.isfinite(hysteresis) or not 0 <= hysteresis < 1:
+        if not isinstance(model, LatencyModel):
+            raise ValueError(f"model must be a LatencyModel, got {model!r}; make one of a calibration and a shape")
+        if drift is not None and not isinstance(drift, DriftEstimator):
+            raise ValueError(f"drift must be a DriftEstimator, got {drift!r}; None takes the default")
+        if planner is not None and not callable(planner):
+            raise ValueError(f"planner must be a function that plans a workload on a mesh, got {planner!r}; pass None")
+        if not is_number(hysteresis) or not 0 <= hysteresis < 1:
             raise ValueError(f"hysteresis must lie in 0..1, got {hysteresis!r}; 0.02 is usual")
+        check_policy("head_policy", head_policy, HEAD_POLICIES)
+        check_policy("block_policy", block_policy, BLOCK_POLICIES)
         self._meshes = None if meshes is None else _checked_meshes(meshes)
         self._model = model
         self._policies = (head_policy, block_policy)
-        self._tolerance = tolerance
+        self._goal = Goal(tolerance=tolerance, num_kv_heads=model.shape.num_kv_heads, speeds=model.speeds)
         self._training = training
         self._hysteresis = round(hysteresis * _MILLION)
         self._recheck_steps = checked_count("recheck_steps", recheck_steps)
         self._drift = drift or DriftEstimator(capacity=capacity)
         self._capacity = checked_count("capacity", capacity)
-        if not fresh_counts_us >= 0:
+        if not (is_number(fresh_counts_us) or fresh_counts_us == math.inf) or fresh_counts_us < 0:
             raise ValueError(f"fresh_counts_us must be a time of at least 0, got {fresh_counts_us!r}; inf never asks")
         self._fresh_counts_us = fresh_counts_us
         self._planner = planner
@@ -307,20 +323,13 @@ class StrategySelector:
         return _Offer(mesh, plan, model_ns, self._log.corrected(mesh, model_ns), stale_ns)
 
     def _plan(self, workload: Workload, mesh: Mesh, predict: PREDICT, policies: Policies) -> PartitionPlan:
-        goal = Goal(
-            tolerance=self._tolerance,
-            row_overhead=self._model.row_overhead(mesh[1]),
-            num_kv_heads=self._model.shape.num_kv_heads,
-            speeds=self._model.speeds,
-            predict=predict,
-        )
         return plan_workload(
             workload,
             ulysses_degree=mesh[0],
             ring_degree=mesh[1],
             head_policy=policies[0],
             block_policy=policies[1],
-            goal=goal,
+            goal=replace(self._goal, row_overhead=self._model.row_overhead(mesh[1]), predict=predict),
         )
 
     def _meshes_for(self, num_ranks: int) -> tuple[Mesh, ...]:
@@ -346,7 +355,12 @@ def _name(mesh: Mesh) -> str:
 
 
 def _checked_meshes(meshes: Sequence[Mesh]) -> tuple[Mesh, ...]:
-    checked = [(checked_count("meshes", u), checked_count("meshes", r)) for u, r in meshes]
-    if not checked or len({u * r for u, r in checked}) != 1:
-        raise ValueError(f"meshes must be pairs (U, R) of one product, got {list(meshes)!r}; pass at least one")
+    try:
+        checked = [(checked_count("meshes", u), checked_count("meshes", r)) for u, r in meshes]
+    except TypeError:
+        checked = []
+    except ValueError as error:
+        raise ValueError(f"meshes must be pairs (U, R) of degrees, got {meshes!r}: {error}") from error
+    if len({u * r for u, r in checked}) != 1:
+        raise ValueError(f"meshes must be pairs (U, R) of one product, got {meshes!r}; pass at least one")
     return tuple(sorted(set(checked), reverse=True))

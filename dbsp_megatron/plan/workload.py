@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Workload:
     """Dense blocks of one attention layer, counted over all batch entries.
 
-    Arrays are copied, made read-only and checked against one another: a count that got lost on its way between ranks is
-    an error here instead of a bad plan later.
+    Counts are copied, made read-only and checked against one another: a count that got lost on its way between ranks is
+    an error here instead of a bad plan later. `blocks` is kept as it is.
 
     Raises:
         ValueError: if shapes, ranges or sums disagree.
@@ -165,6 +165,7 @@ class Workload:
             and np.array_equal(self.q_home, other.q_home)
             and np.array_equal(self.k_home, other.k_home)
             and np.array_equal(self.tile_blocks, other.tile_blocks)
+            and _equal_or_absent(self.col_blocks, other.col_blocks)
             and np.array_equal(self.row_blocks, other.row_blocks)
             and _equal_or_absent(self.row_tiles, other.row_tiles)
         )
@@ -229,7 +230,7 @@ class Workload:
         return Workload(rows, tiles, columns, q_home, k_home, num_ranks, blocks, row_tiles)
 
 
-def _equal_or_absent(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -> bool:
+def _equal_or_absent(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
     if one is None or other is None:
         return one is other
     return np.array_equal(one, other)

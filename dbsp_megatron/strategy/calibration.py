@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dbsp_megatron.plan import PartitionPlan, Workload, hot_stripe
-from dbsp_megatron.plan.hot_stripe import stripe_deviation
+from dbsp_megatron.plan import PartitionPlan, Workload, hot_stripe, stripe_deviation
 from dbsp_megatron.plan.integers import IntArray
 from dbsp_megatron.strategy.layout import TokenLayout
 

@@ -46,6 +46,17 @@ def test_main_explains_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     assert "log some and run again" in capsys.readouterr().err
 
 
+def test_main_names_a_partition_that_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path, "r")
+    with MetricLogger(folder) as metrics:
+        metrics.log(1, {"train/loss": 1.0})
+    folder.save_arrays("partitions/layer_0", mask=np.ones((2, 4, 4), bool))
+    saved = folder.path / "partitions" / "layer_0.npz"
+    saved.write_bytes(saved.read_bytes()[:90])
+    assert main([str(folder.path)]) == 2
+    assert f"{saved} cannot be read: " in capsys.readouterr().err
+
+
 def test_tool_runs_as_a_script(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "tools" / "plot_metrics.py"
     done = subprocess.run(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.plan import PartitionPlan, PlanCache, Workload, plan_workload
+from dbsp_megatron.plan import PartitionPlan, PlanCache, Workload, block_homes, plan_workload
 from dbsp_megatron.plan.replan import ReplanRule
 from tests.unit.plan.decisions import decided
 from tests.unit.plan.plan_cases import run_module, without_blocks, workload_in
@@ -347,3 +347,22 @@ def test_decisions_are_alike_on_all_ranks() -> None:
     here = decided()
     assert {line.split()[1] for line in here[:-1]} == {"True", "False"}
     assert run_module("tests.unit.plan.decisions", "99").splitlines()[-len(here) :] == here
+
+
+def test_plan_cache_shares_no_plan_that_moves_k_blocks(planner: CountingPlanner) -> None:
+    """Rows and tiles alike, columns not: the published rule serves k-blocks elsewhere, so no plan is passed on."""
+    homes = block_homes(8, 1, 2, "contiguous")
+    masks = np.zeros((2, 1, 2, 8, 8), bool)
+    masks[0, ..., [0, 1]] = True
+    masks[1, ..., [0, 3]] = True
+    first, second = (Workload.from_blocks(blocks, homes, homes, 2) for blocks in masks)
+
+    def plan(workload: Workload) -> PartitionPlan:
+        return plan_workload(workload, ulysses_degree=1, ring_degree=2, head_policy="paper", block_policy="paper")
+
+    cache = PlanCache(plan)
+    cache.plan_for(0, 0, first)
+    made, reused = cache.plan_for(1, 0, second)
+    assert not reused
+    assert made.to_json() == plan(second).to_json()
+    assert cache.shared == 0.0

@@ -49,6 +49,26 @@ def test_kernel_refuses_a_direction_that_was_not_measured() -> None:
         calibration.kernel("forward", "bfloat16", 4, 2, 2, engine="fa4")
 
 
+@pytest.mark.parametrize("name", ["head_dim", "block_size_q", "block_size_k"])
+@pytest.mark.parametrize("value", [0, -4, 2.5, None])
+def test_kernel_refuses_impossible_sizes(name: str, value: Any) -> None:
+    sizes = {"head_dim": 4, "block_size_q": 2, "block_size_k": 2, name: value}
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {value}"):
+        make_calibration().kernel("forward", "bfloat16", **sizes)
+
+
+@pytest.mark.parametrize("dtype", ["float64", None, []])
+def test_kernel_refuses_unknown_types(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16"):
+        make_calibration().kernel("forward", dtype, 4, 2, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, 1.5])
+def test_link_refuses_impossible_groups(num_ranks: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_ranks must be an integer of at least 1, got {num_ranks}"):
+        make_calibration().link("p2p", num_ranks, "node")
+
+
 def test_link_takes_the_nearest_group_size() -> None:
     links = tuple(make_curve("p2p", 1.0, 1.0, num_ranks=n) for n in (2, 8, 64))
     calibration = make_calibration(links=links)
@@ -59,6 +79,8 @@ def test_link_never_replaces_a_scope() -> None:
     calibration = make_calibration(links=(make_curve("p2p", 1.0, 1.0),))
     with pytest.raises(ValueError, match=r"no p2p curve of scope 'network' \(there is: p2p \(node\)\); measure"):
         calibration.link("p2p", 2, "network")
+    with pytest.raises(ValueError, match="measure it with `torchrun --nproc_per_node 2 tools/fit_latency.py`, or"):
+        calibration.link("all_to_all", 2, "node")
 
 
 def test_save_and_load_keep_everything(tmp_path: Path) -> None:
@@ -89,6 +111,16 @@ def put(*path: Any, value: Any) -> Callable[[Any], None]:
         (put("kernels", 0, "speed", value=1), "kernels[0]: has unknown keys speed"),
         (put("kernels", 0, value=7), "kernels[0]: must be an object"),
         (put("kernels", value={}), "kernels must be a list"),
+        (put("kernels", 0, "block_us", value=10**400), "kernels[0]: block_us must be a finite number"),
+        (put("kernels", 0, "engine", value=5), "kernels[0]: engine must be text, got 5"),
+        (put("kernels", 1, "dtype", value=["bfloat16"]), "kernels[1]: dtype must be one of float32, bfloat16"),
+        (put("kernels", 1, "dtype", value="int8"), "kernels[1]: dtype must be one of float32, bfloat16"),
+        (put("kernels", 1, "note", value=None), "kernels[1]: note must be text"),
+        (put("links", 1, "scope", value={}), "links[1]: scope must be one of node, network"),
+        (put("machine", value=3), "the calibration: machine must be text, got 3"),
+        (put("note", value=None), "the calibration: note must be text, got None"),
+        (put("versions", value="2.11"), "the calibration: versions must map names to versions, got '2.11'"),
+        (put("versions", "torch", value=2.11), "the calibration: versions['torch'] must be text, got 2.11"),
         (put("links", 2, "time_us", value=[9.0, 8.0]), "links[2]: the curve must rise"),
         (put("links", 0, "time_us", value=[float("inf"), 8.0]), "links[0]: time_us must be a finite number"),
         (put("links", 0, "num_bytes", value=[1, 2.5]), "links[0]: num_bytes must be an integer"),
@@ -110,9 +142,29 @@ def test_load_names_the_bad_entry(tmp_path: Path, change: Callable[[Any], Any], 
     assert str(error.value).startswith(f"{path} is no calibration: ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kernels": None}, "kernels must hold KernelRate objects, got None"),
+        ({"links": (make_rate(),)}, "links must hold LinkCurve objects"),
+        ({"versions": {1: "2"}}, "a name in versions must be text, got 1"),
+    ],
+)
+def test_calibration_refuses_other_objects(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_calibration(**changes)
+
+
 def test_load_refuses_what_is_no_file_or_no_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no calibration"):
         Calibration.load(tmp_path / "absent.json")
+    for text in ("[" * 200_000, '{"kernels":' * 200_000, "1" * 10_000):
+        (tmp_path / "deep.json").write_text(text)
+        with pytest.raises(ValueError, match="deep.json is no calibration"):
+            Calibration.load(tmp_path / "deep.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="binary.json is no calibration"):
+        Calibration.load(tmp_path / "binary.json")
     (tmp_path / "torn.json").write_text("{")
     with pytest.raises(ValueError, match="is no calibration: a calibration must be JSON text"):
         Calibration.load(tmp_path / "torn.json")

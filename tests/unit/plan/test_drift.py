@@ -158,6 +158,10 @@ def test_observe_keeps_few_layers() -> None:
 def test_estimator_refuses() -> None:
     with pytest.raises(ValueError, match="prior must lie in 0..1"):
         DriftEstimator(prior=-1)
+    with pytest.raises(ValueError, match="prior must lie in 0..1, got 'x'"):
+        DriftEstimator(prior="x")
+    with pytest.raises(ValueError, match="eps must be a finite number of at least 0, got 'x'"):
+        expected_growth("x", 8, 2, 1)
     with pytest.raises(ValueError, match="head_sums must hold integers"):
         DriftEstimator().observe(0, 0, np.array([0.5]))
     with pytest.raises(ValueError, match="step must be an integer of at least 0"):

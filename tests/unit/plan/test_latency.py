@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dbsp_megatron.plan import PartitionPlan, plan_workload
 from dbsp_megatron.plan.calibration import reference_calibration
@@ -241,6 +242,26 @@ def test_model_refuses() -> None:
         model(calibration=make_calibration(links=(make_curve("all_to_all", 1.0, 1.0),))).predict(four_ranks())
     with pytest.raises(ValueError, match="ranks_per_node must be an integer of at least 1"):
         model(ranks_per_node=0)
+
+
+@pytest.mark.parametrize("growth", [float("nan"), float("inf"), -2, -0.01, "much", True, 10**400])
+def test_predict_refuses_impossible_growth(growth: Any) -> None:
+    with pytest.raises(ValueError, match="compute_growth must be a finite number of at least 0, got"):
+        model().predict(four_ranks(), compute_growth=growth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float64", "", None, 16])
+def test_model_refuses_types_that_no_calibration_knows(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got"):
+        model(dtype=dtype)
+
+
+@pytest.mark.parametrize("value", [None, {}, "machine.json"])
+def test_model_refuses_other_objects(value: Any) -> None:
+    with pytest.raises(ValueError, match="calibration must be of type Calibration, got"):
+        LatencyModel(value, SHAPE)
+    with pytest.raises(ValueError, match="shape must be of type AttentionShape, got"):
+        LatencyModel(make_calibration(), value)
 
 
 @pytest.mark.parametrize("mesh", [(6, 1), (3, 2), (2, 3), (1, 6)])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.plan import assign_blocks_paper, assign_heads, block_homes, plan_partition, sparse_imbalance
+from dbsp_megatron.plan import Goal, assign_blocks_paper, assign_heads, block_homes, plan_partition, sparse_imbalance
 from tests.unit.plan.plan_cases import DEGREES, random_mask, sliced_loads
 
 HEAD_POLICIES = ["auto", "contiguous", "paper", "lpt_swap", "split"]
@@ -95,9 +95,9 @@ def test_plan_partition_auto_leaves_even_work_alone() -> None:
 def test_plan_partition_auto_leaves_alone_what_tolerance_allows() -> None:
     mask = random_mask(3, 6, 24, 24, spread=0.3)
     before = sparse_imbalance(mask, 2, 2)
-    loose = plan_partition(mask, 2, 2, tolerance=before - 1.0 + 0.01)
+    loose = plan_partition(mask, 2, 2, goal=Goal(tolerance=before - 1.0 + 0.01))
     assert (loose.head_policy, loose.block_policy, loose.imbalance) == ("contiguous", "contiguous", before)
-    tight = plan_partition(mask, 2, 2, tolerance=0.001)
+    tight = plan_partition(mask, 2, 2, goal=Goal(tolerance=0.001))
     assert tight.imbalance < before
 
 
@@ -206,7 +206,7 @@ def test_plan_partition_has_no_fixed_size_tables(num_heads: int, num_blocks: int
 def test_plan_partition_keeps_heads_that_share_kv_together(policy: str) -> None:
     """Pairs of query heads, heavy and light: whole pairs balance, so no K/V head is needed twice."""
     mask = counted_mask(6, 30, 2, 28, 4, 20, 12, 19, 13)
-    assert plan_partition(mask, 2, 1, policy, num_kv_heads=4).extra_kv_copies(4) == 0
+    assert plan_partition(mask, 2, 1, policy, goal=Goal(num_kv_heads=4)).extra_kv_copies(4) == 0
 
 
 @pytest.mark.parametrize("policy", ["lpt_swap", "split", "auto"])
@@ -237,8 +237,7 @@ def test_plan_partition_refuses_illegal_degrees(degrees: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tolerance": -0.1}, "tolerance must lie in"),
-        ({"num_kv_heads": 2}, "num_kv_heads must divide the number of query heads, 3, got 2"),
+        ({"goal": Goal(num_kv_heads=2)}, "num_kv_heads must divide the number of query heads, 3, got 2"),
         ({"reward": -1.0, "block_policy": "paper"}, "reward must be"),
     ],
 )

@@ -70,10 +70,10 @@ def structured_counts(seed: int, num_heads: int, num_blocks: int, ulysses: int, 
     return Workload(row_tiles.sum(axis=2), tiles, None, homes, homes, ranks, None, row_tiles)
 
 
-def assert_even(plan: PartitionPlan, heaviest_row: int) -> None:
+def assert_even(plan: PartitionPlan, heaviest_row: int, tolerance: float = TOLERANCE) -> None:
     """Rank totals within the tolerance, or as near as whole rows allow."""
     mean = plan.loads.sum() / (plan.ulysses_degree * plan.ring_degree)
-    assert plan.imbalance_gpu <= max(1.0 + TOLERANCE, 1.0 + heaviest_row / mean)
+    assert plan.imbalance_gpu <= max(1.0 + tolerance, 1.0 + heaviest_row / mean)
     assert plan.moved_kv_fraction == 0.0
     assert not plan.moved_kv_blocks.size
 
@@ -85,7 +85,8 @@ def test_plan_partition_reaches_targets(kind: str, num_heads: int, num_blocks: i
     mask = structured_mask(kind, num_heads, num_blocks)
     plan = plan_partition(mask, ulysses, ring)
     nothing = plan_partition(mask, ulysses, ring, "contiguous", "contiguous")
-    assert_even(plan, int(mask.blocks.sum(dim=(0, 3)).max()))
+    # So short rows are hardly worth their moves, which are priced.
+    assert_even(plan, int(mask.blocks.sum(dim=(0, 3)).max()), 0.01)
     assert plan.moved_q_fraction <= 0.02
     assert plan.imbalance <= nothing.imbalance
     assert plan.imbalance_gpu <= nothing.imbalance_gpu

@@ -51,6 +51,9 @@ def test_time_never_falls(sizes: list[int], times: list[float], asked: list[int]
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16"),
+        ({"engine": None}, "engine must be text, got None"),
+        ({"row_us": 10**400}, "row_us must be a finite number"),
         ({"direction": "sideways"}, "direction must be one of forward, backward"),
         ({"block_us": 0.0}, "block_us must be a finite number above 0"),
         ({"block_us": True}, "block_us must be a finite number above 0"),

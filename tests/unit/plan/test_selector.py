@@ -10,9 +10,9 @@ import pytest
 
 from dbsp_megatron.plan import PartitionPlan, Workload, plan_workload
 from dbsp_megatron.plan.drift import DriftEstimator
+from dbsp_megatron.plan.goal import PREDICT, Goal
 from dbsp_megatron.plan.items import items_of_owners
 from dbsp_megatron.plan.latency import LatencyModel
-from dbsp_megatron.plan.planner import PREDICT, Goal
 from dbsp_megatron.plan.selector import Choice, Planner, StrategySelector
 from dbsp_megatron.plan.traffic import AttentionShape
 from tests.unit.plan.plan_cases import random_mask, run_module, without_blocks, workload_in
@@ -299,6 +299,50 @@ def test_meshes_may_be_given() -> None:
         fixed_selector(six_ranks(4, 3, 2, 1), meshes=[(8, 1)]).select(0, make_workload(), fresh_counts=True)
     with pytest.raises(ValueError, match="hysteresis must lie in 0..1"):
         fixed_selector(six_ranks(4, 3, 2, 1), hysteresis=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"meshes": [(2,)]}, "meshes must be pairs"),
+        ({"meshes": [(2, 3, 1)]}, "meshes must be pairs"),
+        ({"meshes": 5}, "meshes must be pairs .U, R. of one product, got 5"),
+        ({"meshes": [6]}, "meshes must be pairs"),
+        ({"meshes": [(6, 0)]}, "meshes must be pairs .* at least 1, got 0"),
+        ({"hysteresis": "x"}, "hysteresis must lie in 0..1, got 'x'"),
+        ({"hysteresis": float("nan")}, "hysteresis must lie in 0..1, got nan"),
+        ({"head_policy": "home"}, "head_policy='home' is unknown; use one of contiguous, paper"),
+        ({"block_policy": "stripe"}, "block_policy='stripe' is unknown; use one of auto, home"),
+        ({"block_policy": None}, "block_policy=None is unknown"),
+        ({"tolerance": -0.1}, "tolerance must lie in 0..1, got -0.1"),
+        ({"tolerance": "x"}, "tolerance must lie in 0..1, got 'x'"),
+        ({"drift": 0.05}, "drift must be a DriftEstimator, got 0.05; None"),
+        ({"planner": "auto"}, "planner must be a function that plans a workload on a mesh, got 'auto'"),
+        ({"fresh_counts_us": "x"}, "fresh_counts_us must be a time of at least 0, got 'x'"),
+        ({"fresh_counts_us": float("nan")}, "fresh_counts_us must be a time of at least 0, got nan"),
+    ],
+)
+def test_selector_refuses_at_construction(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StrategySelector(make_model(), **options)
+
+
+def test_selector_refuses_what_is_no_model() -> None:
+    with pytest.raises(ValueError, match="model must be a LatencyModel, got None"):
+        StrategySelector(None)
+
+
+@pytest.mark.filterwarnings("ignore:layers on mesh:RuntimeWarning")
+def test_observe_time_of_one_mesh_alone_never_turns_the_choice() -> None:
+    """A calibration that is a hundred times off is corrected, and unmeasured meshes with it."""
+    selector = fixed_selector(six_ranks(120, 100, 110, 130), recheck_steps=1)
+    workload = make_workload()
+    for _ in range(6):
+        assert mesh_of(selector.select(0, workload, fresh_counts=True)) == (3, 2)
+        selector.observe_time(0, (3, 2), 10_000)
+    choice = selector.select(0, workload, fresh_counts=True)
+    assert mesh_of(choice) == (3, 2)
+    assert choice.predicted_us == pytest.approx(10_000, rel=0.01)
 
 
 def test_select_keeps_few_layers() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.plan import Workload, plan_workload
-from dbsp_megatron.plan.hot_stripe import stripe_deviation
+from dbsp_megatron.plan.hot_layout import stripe_deviation
 from dbsp_megatron.strategy.calibration import LayoutCalibrator
 from dbsp_megatron.strategy.layout import TokenLayout
 

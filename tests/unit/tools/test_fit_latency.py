@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from dbsp_megatron.plan import rate_fit, rates
 from dbsp_megatron.plan.calibration import Calibration
 from tests.harness import run_ranks
-from tools import fit_latency
+from tools import fit_latency, held_out
 from tools.device_timing import DESIGN, HELD_OUT, LaunchShape, Ranks, TimedLaunch, group_layouts, make_masks
 
 ALPHA, BETA, GAMMA = 0.7, 1.9, 40.0
@@ -49,6 +50,7 @@ def _lenient() -> Iterator[None]:
         mock.patch.object(rates, "MIN_R_SQUARED", -1e9),
         mock.patch.object(rate_fit, "MIN_R_SQUARED", -1e9),
         mock.patch.object(rate_fit, "_MAX_FALL", 1.0),
+        mock.patch.object(held_out, "MAX_MEDIAN_ERROR", 1e9),
     ):
         yield
 
@@ -65,14 +67,17 @@ def test_main_measures_one_process(tmp_path: Path) -> None:
     assert all(name in out for name in HELD_OUT)
 
 
-def _times(rank: int, *, flat: bool = False) -> Callable[..., list[TimedLaunch]]:
+def _times(
+    rank: int, *, flat: bool = False, held_out_factors: tuple[float, ...] = (1.0,) * len(HELD_OUT)
+) -> Callable[..., list[TimedLaunch]]:
     """In place of `time_launches`: exact multiples of the true costs, twice as much on rank 1, or always the same."""
+    factors = (1.0,) * len(DESIGN) + held_out_factors
 
     def time_launches(engine: object, shape: LaunchShape, repeats: int, device: torch.device) -> list[TimedLaunch]:
         launches = []
-        for name, mask in make_masks(shape, device).items():
+        for (name, mask), factor in zip(make_masks(shape, device).items(), factors, strict=True):
             blocks, rows = int(mask.sum()), mask.shape[1] * mask.shape[2]
-            us = 1e9 if flat else (1 + rank) * (ALPHA * blocks + BETA * rows + GAMMA)
+            us = 1e9 if flat else factor * (1 + rank) * (ALPHA * blocks + BETA * rows + GAMMA)
             launches.append(TimedLaunch(name, blocks, rows, us, 3 * us))
         return launches
 
@@ -107,9 +112,9 @@ def _link_times(
 
 
 @contextmanager
-def _made_up(rank: int, *, flat: bool = False) -> Iterator[None]:
+def _made_up(rank: int, **times: Any) -> Iterator[None]:
     with (
-        mock.patch.object(fit_latency, "time_launches", _times(rank, flat=flat)),
+        mock.patch.object(fit_latency, "time_launches", _times(rank, **times)),
         mock.patch.object(fit_latency, "time_collective", _link_times),
         mock.patch.object(fit_latency, "time_planning", return_value=123.0 + rank),
     ):
@@ -185,6 +190,45 @@ def test_main_refuses_nonsense_on_every_rank_and_writes_nothing(tmp_path: Path) 
     assert "block_us" in found[0][2]
     assert "measure it again" in found[0][2]
     assert not list(tmp_path.iterdir())
+
+
+def test_main_keeps_the_held_out_errors(tmp_path: Path) -> None:
+    with _made_up(0, held_out_factors=(0.5, 1.0, 1.25, 2.0)):
+        status, _, err = _run("--output", str(tmp_path / "machine.json"), "--seqlen", "256")
+    assert status == 0, err
+    note = Calibration.load(tmp_path / "machine.json").note
+    # Twice, once, 0.8 and half the measured times are predicted.
+    for direction in fit_latency.DIRECTIONS:
+        assert f"torch float32 D16 8x8 {direction} 35% (worst 100%)" in note
+        assert f"WARNING: the torch float32 D16 8x8 {direction} rate is off by up to 100%" in err
+    assert "fit_latency.py --quick: " in note
+
+
+def test_main_does_not_warn_of_small_held_out_errors(tmp_path: Path) -> None:
+    with _made_up(0, held_out_factors=(0.9, 1.0, 1.0, 1.2)), redirect_stderr(StringIO()) as err:
+        flags = ["--output", str(tmp_path / "machine.json"), "--seqlen", "256", "--heads", "4", "--device", "cpu"]
+        assert fit_latency.main([*flags, "--block", "8", "--head-dim", "16"]) == 0
+    assert err.getvalue() == ""
+    note = Calibration.load(tmp_path / "machine.json").note
+    # The middle of 0 and 11 % off.
+    assert note.count("6% (worst 17%)") == 2
+    assert "--quick" not in note
+
+
+def test_main_refuses_a_fit_that_is_useless_for_held_out_masks(tmp_path: Path) -> None:
+    with _made_up(0, held_out_factors=(0.4, 0.4, 0.45, 1.0)):
+        status, out, err = _run("--output", str(tmp_path / "machine.json"), "--seqlen", "256")
+    assert (status, out) == (1, "")
+    assert "forward rate is off by 136% (median) and 150% (worst) on masks that it was not fitted to" in err
+    assert "measure again on an idle machine, without --quick" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_main_names_what_it_measured(tmp_path: Path) -> None:
+    """Not the accelerators of a machine on which the processor was measured."""
+    with _made_up(0), mock.patch.object(fit_latency, "device_names", return_value=["A card"]):
+        assert _run("--output", str(tmp_path / "machine.json"), "--seqlen", "256")[0] == 0
+    assert Calibration.load(tmp_path / "machine.json").machine.startswith("cpu (")
 
 
 def _run_broken(rank: int, world_size: int, output: str) -> tuple[int, str, str]:

@@ -105,6 +105,73 @@ def test_file_sources_refuses_garbage_and_missing_files(tmp_path: Path, name: st
         file_sources(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["m.npy", "m.npz", "m.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.95, 0.999])
+def test_file_sources_refuses_files_cut_short(tmp_path: Path, masks: BoolArray, name: str, share: float) -> None:
+    path = tmp_path / name
+    if path.suffix == ".npz":
+        np.savez_compressed(path, packed=np.packbits(masks, axis=-1), num_k_blocks=11)
+    elif path.suffix == ".npy":
+        np.save(path, masks)
+    else:
+        save_file({"a": masks[0], "b": masks[1]}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=f"{name} cannot be read: .*; if it was cut short, copy or make it again"):
+        file_sources(path)
+
+
+def test_file_sources_refuses_scrambled_archives(tmp_path: Path, masks: BoolArray) -> None:
+    """The directory of the archive is whole, its content is not; every byte in turn."""
+    path = tmp_path / "m.npz"
+    np.savez_compressed(path, mask=masks[0])
+    whole = path.read_bytes()
+    refused = []
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            file_sources(path)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > len(whole) // 6
+    assert all(path.name in message for message in refused)
+
+
+def test_file_sources_goes_by_content_where_the_suffix_is_wrong(tmp_path: Path, masks: BoolArray) -> None:
+    np.savez(tmp_path / "archive.npz", mask=masks[0])
+    (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
+    np.save(tmp_path / "array.npy", masks[0])
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    assert np.array_equal(_loaded(tmp_path / "archive.npy")[0], masks[0])
+    assert np.array_equal(_loaded(tmp_path / "array.npz")[0], masks[0])
+
+
+def test_file_sources_refuses_folders_of_no_run(tmp_path: Path, masks: BoolArray) -> None:
+    np.save(tmp_path / "m.npy", masks)
+    with pytest.raises(ValueError, match="is no run folder, it has none of partitions, samples, .*; give the folder"):
+        file_sources(tmp_path)
+    (tmp_path / "config.yaml").write_text("{}")
+    assert file_sources(tmp_path) == []
+
+
+def test_recorded_imbalance_refuses_unreadable_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "imbalance.npz"
+    np.savez(path, before=np.ones((4, 3)), after=np.ones((4, 3)))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="imbalance.npz cannot be read"):
+        recorded_imbalance(tmp_path)
+    for stored in ({"before": np.ones(3)}, {"before": np.array(["a"]), "after": np.array(["b"])}):
+        np.savez(path, **stored)
+        with pytest.raises(ValueError, match="imbalance.npz cannot be read"):
+            recorded_imbalance(tmp_path)
+    np.savez(path, before=np.ones((4, 3)), after=np.ones((4, 2)))
+    with pytest.raises(ValueError, match="must have one shape .steps, layers., got .4, 3. and .4, 2."):
+        recorded_imbalance(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="imbalance.npz cannot be read"):
+        recorded_imbalance(tmp_path)
+
+
 def test_file_sources_refuses_unnamed_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "m.npz", a=np.ones(3), b=np.ones(3))
     with pytest.raises(ValueError, match="must hold an array named mask, masks, blocks, packed, or one only, got a, b"):

@@ -10,16 +10,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dbsp_megatron import BlockMask
-from dbsp_megatron.observability import MetricLogger, RunFolder
+from dbsp_megatron.observability import MetricLogger, RunFolder, plot_imbalance
 from dbsp_megatron.observability.plot_imbalance import BASELINE, plot_drift, plot_moved, plot_policies
-from dbsp_megatron.plan import Workload, plan_loads, plan_partition, sparse_imbalance
+from dbsp_megatron.observability.plot_style import figure
+from dbsp_megatron.plan import Goal, Workload, plan_loads, plan_partition, sparse_imbalance
 from tools.mask_files import MaskSource, generated_sources
 from tools.measure_imbalance import main, summarise
 from tools.plan_masks import SHARED, Measurement, Options, measure, parse_mesh, policy_pair
@@ -51,7 +55,7 @@ def test_measure_equals_direct_planning(policy: str) -> None:
     for mesh in options.meshes:
         name = f"{mesh[0]}x{mesh[1]}"
         assert _one(results, mesh=name, policy=BASELINE).imbalance == sparse_imbalance(_block_mask(), *mesh)
-        plan = plan_partition(_block_mask(), *mesh, head, block, num_kv_heads=7)
+        plan = plan_partition(_block_mask(), *mesh, head, block, goal=Goal(num_kv_heads=7))
         got = _one(results, mesh=name, policy=policy)
         for key in ("imbalance", "imbalance_gpu", "imbalance_paper", "moved_q_fraction", "moved_kv_fraction"):
             assert getattr(got, key) == getattr(plan, key), key
@@ -187,6 +191,16 @@ def test_main_measures_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not list(output.glob("*.png"))
 
 
+def _explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a refused command line prints, by the tool or by argparse."""
+    try:
+        status: object = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -194,18 +208,79 @@ def test_main_measures_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["missing.npy"], "must be a file that ends in"),
         ([*KIND_ARGUMENTS, "--policies", "best"], "policies must be HEAD+BLOCK"),
         ([*KIND_ARGUMENTS, "--meshes", "4"], "meshes must be Ulysses x Ring"),
-        ([*KIND_ARGUMENTS, "--ranks", "0"], "--ranks and --repeats must be at least 1"),
+        ([*KIND_ARGUMENTS, "--ranks", "4", "0"], "argument --ranks: must be at least 1, got 0"),
+        ([*KIND_ARGUMENTS, "--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
+        (["--ranks", "8", "masks.npy"], "argument --ranks: must be whole numbers, got 'masks.npy'; masks first"),
+        (["--drift", "0.1", "run"], "argument --drift: must be numbers, got 'run'; masks first"),
+        (["--policies", "paper", "masks.npy"], "--policies took 'masks.npy' as a value; masks first"),
+        (["--policies", "paper", "run"], "--policies took 'run' as a value; masks first"),
+        (["--kinds", "st", "masks.npy"], "--kinds took 'masks.npy' as a value; masks first"),
+        (["--meshes", "2x2", "masks.npy"], "--meshes took 'masks.npy' as a value; masks first"),
+        (["masks.npy", "--layers", "0"], "--layers say what to generate and need --kinds"),
+        (["masks.npy", "--seeds", "0", "--densities", "0.2"], "--densities, --seeds say what to generate and need"),
+        (["--geometries", "wan720"], "--geometries say what to generate and need --kinds"),
+        (["masks.npy", "."], "is no run folder, it has none of"),
         (["--kinds", "odd"], "kind must be one of"),
         (["--kinds", "st", "--geometries", "odd"], "geometry must be one of"),
         ([*KIND_ARGUMENTS, "--drift", "2"], "drift must be in [0, 1]"),
     ],
 )
 def test_main_explains_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
 ) -> None:
-    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
-    assert words in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    np.save("masks.npy", make_mask("st", GEOMETRY, 0.3))
+    (tmp_path / "run" / "partitions").mkdir(parents=True)
+    assert words in " ".join(_explained([*arguments, "--output", "out"], capsys).split())
     assert not (tmp_path / "out").exists()
+
+
+def test_help_says_that_masks_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "masks first, then options" in " ".join(capsys.readouterr().out.split())
+
+
+def test_main_takes_files_and_kinds_together(tmp_path: Path) -> None:
+    np.save(tmp_path / "m.npy", make_mask("st", GEOMETRY, 0.3))
+    arguments = [str(tmp_path / "m.npy"), *KIND_ARGUMENTS, "--layers", "3", "--meshes", "2x1", "--no-plots"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    names = json.loads((tmp_path / "out" / "summary.json").read_text())["masks"]
+    assert names == ["m.npy layer 0", f"sth {GEOMETRY} 0.3 seed 0 layer 3"]
+
+
+def _drawn(module: Any, draw: Callable[[Path], None], path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The figure that a function draws."""
+    made = []
+
+    @contextmanager
+    def kept(*arguments: Any) -> Iterator[Any]:
+        with figure(*arguments) as drawn:
+            made.append(drawn)
+            yield drawn
+
+    monkeypatch.setattr(module, "figure", kept)
+    draw(path)
+    return made[0]
+
+
+def test_plot_moved_puts_every_policy_at_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that move nothing stand at 0, told apart by their markers."""
+    records = [
+        {"policy": policy, "mesh": "2x2", "imbalance": 1.01, "imbalance_gpu": 1.002, "moved_q_fraction": moved}
+        for policy in ("paper", "auto", "split")
+        for moved in (0.0, 0.125)
+    ]
+    drawn = _drawn(plot_imbalance, lambda path: plot_moved(records, path), tmp_path / "m.png", monkeypatch)
+    for axes in drawn.axes:
+        dots = [line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_marker() != "None"]
+        assert [list(line.get_xdata()) for line in dots] == [[0.0, 12.5]] * 3
+        assert len({line.get_marker() for line in dots}) == 3
+        assert len([tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]) >= 2
 
 
 def test_tool_gives_the_same_figures_in_every_process(tmp_path: Path) -> None:

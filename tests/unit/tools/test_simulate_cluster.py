@@ -5,17 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dbsp_megatron import BlockMask
+from dbsp_megatron.observability import plot_scaling as plot_scaling_module
 from dbsp_megatron.observability.plot_scaling import plot_meshes, plot_scaling
+from dbsp_megatron.observability.plot_style import figure
 from dbsp_megatron.plan import AttentionShape, plan_partition
 from dbsp_megatron.plan.calibration import reference_calibration
 from dbsp_megatron.plan.latency import LatencyModel
+from tools import simulate_cluster
 from tools.cluster_model import (
     OURS,
     OURS_DECOUPLED,
@@ -211,12 +218,26 @@ def test_main_takes_a_calibration_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert not list((tmp_path / "out").glob("*.png"))
 
 
+def _explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a refused command line prints, by the tool or by argparse."""
+    try:
+        status: object = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--gpus", "8"], "there is no mask to simulate"),
         ([*ARGUMENTS, "--sp-degrees", "3"], "--sp-degrees [3] divide no number of --gpus"),
-        ([*ARGUMENTS, "--sp-degrees", "0"], "must be at least 1"),
+        ([*ARGUMENTS, "--sp-degrees", "0"], "argument --sp-degrees: must be at least 1, got 0"),
+        (["--kinds", "st", "--gpus", "128"], "--sp-degrees are by default the --gpus up to 64, got none of [128]"),
+        (["--gpus", "8", "masks.npy"], "argument --gpus: must be whole numbers, got 'masks.npy'; masks first"),
+        (["--kinds", "st", "masks.npy"], "--kinds took 'masks.npy' as a value; masks first"),
+        (["masks.npy", "--seeds", "1"], "--seeds say what to generate and need --kinds"),
         ([*ARGUMENTS, "--calibration", "missing.json"], "missing.json is no calibration"),
         ([*ARGUMENTS, "--network-gbs", "-1"], "--network-gbs"),
         ([*ARGUMENTS, "--num-layers", "0"], "num_layers must be"),
@@ -224,11 +245,70 @@ def test_main_takes_a_calibration_file(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_main_explains_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
 ) -> None:
-    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
-    assert words in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    np.save("masks.npy", make_mask("st", GEOMETRY, 0.3))
+    (tmp_path / "run" / "partitions").mkdir(parents=True)
+    assert words in " ".join(_explained([*arguments, "--output", "out"], capsys).split())
     assert not (tmp_path / "out").exists()
+
+
+def test_main_says_how_to_measure_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(reference_calibration(), links=()).save(tmp_path / "machine.json")
+    arguments = [*ARGUMENTS, "--calibration", str(tmp_path / "machine.json"), "--output", str(tmp_path / "out")]
+    assert "`torchrun --nproc_per_node 2 tools/fit_latency.py`" in _explained(arguments, capsys)
+    assert not (tmp_path / "out").exists()
+    # A single GPU sends nothing.
+    assert main([*arguments, "--sp-degrees", "1", "--no-plots"]) == 0
+    assert "links inside a node" not in capsys.readouterr().out
+
+
+def test_main_prints_the_note_and_titles_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = "cpu (arch, 3 cores), 1 node(s) of 2 rank(s)"
+    note = "tools/fit_latency.py --quick: median error on masks that were not fitted: 40% (worst 77%)"
+    replace(reference_calibration(), machine=machine, note=note).save(tmp_path / "machine.json")
+    titles = []
+    for name in ("plot_scaling", "plot_meshes"):
+        monkeypatch.setattr(simulate_cluster, name, lambda *_, title: titles.append(title))
+    arguments = [*ARGUMENTS, "--sp-degrees", "2", "--calibration", str(tmp_path / "machine.json")]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    assert f"calibration: {machine} ({note})" in capsys.readouterr().out
+    assert titles == [f"Predicted attention, forward and backward\ncalibrated on {machine}"] * 2
+
+
+@pytest.mark.parametrize(
+    "times", [(0.31, 0.37), (0.3, 0.9), (2.1, 2.15), (11, 700), (0.02, 0.021), (1e-4, 3e3), (5, 5)]
+)
+def test_plot_meshes_labels_three_places_or_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: tuple[float, float]
+) -> None:
+    made = []
+
+    @contextmanager
+    def kept(*arguments: Any) -> Iterator[Any]:
+        with figure(*arguments) as drawn:
+            made.append(drawn)
+            yield drawn
+
+    monkeypatch.setattr(plot_scaling_module, "figure", kept)
+    records = [
+        {"sp_degree": 2, "mesh": mesh, "strategy": "ours", "attention_ms": ms}
+        for mesh, ms in zip(("2x1", "1x2"), times, strict=True)
+    ]
+    plot_meshes(records, tmp_path / "meshes.png")
+    (axes,) = made[0].axes
+    low, high = axes.get_ylim()
+    labels = [label.get_text() for label, tick in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True)
+              if low <= tick <= high]  # fmt: skip
+    assert 3 <= len(set(labels)) == len(labels) <= 9
+    assert all(float(label) > 0 for label in labels)
 
 
 def test_pictures_refuse_to_be_empty(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dbsp_megatron.plan.hot_stripe import (
+from dbsp_megatron.plan.hot_layout import (
     TileCounter,
     barrier_deviation,
     barrier_stripe,
