@@ -81,7 +81,7 @@ def plan_workload(
     placed = job.draft("split" if workload.row_tiles is not None else "lpt_swap", block_policy)
     if np.array_equal(placed.items, nothing.items):
         placed = replace(placed, head_policy="contiguous")
-    return job.finish(placed if job.excess(placed) <= excess else nothing)
+    return job.finish(placed if job.excess(placed) < excess else nothing)
 
 
 def plan_or_stay(
