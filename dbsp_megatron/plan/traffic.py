@@ -59,14 +59,6 @@ class PlanTraffic:
     ring_hop_bytes: IntArray
     """int64 [P], K and V of a rank's own chunk, which it passes on to the next ring rank in the first hop."""
 
-    @property
-    def slowest_rank_bytes(self) -> int:
-        """The most that any rank sends or receives in the exchanges there and back together."""
-        there, back = self.forward_bytes, self.return_bytes
-        send = there.sum(axis=1) + back.sum(axis=1)
-        receive = there.sum(axis=0) + back.sum(axis=0)
-        return int(max(send.max(), receive.max()))
-
 
 def plan_traffic(plan: PartitionPlan, shape: AttentionShape) -> PlanTraffic:
     """Counts the bytes of a plan by sender and receiver.

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from dbsp_megatron import BlockMask
+from dbsp_megatron.masks import MaskConfig
+from dbsp_megatron.models.dit import DiTConfig
+from dbsp_megatron.train.forward import ShardedModel
 from tests.distributed.sharded import check, make_sp, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL, attention_gradients, expand_blocks, random_qkv
@@ -73,6 +76,36 @@ def _fixed(rank: int, world_size: int, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["contiguous", "stripe"])
 def test_recalibrate_leaves_named_layouts_alone(policy: str) -> None:
     run_ranks(_fixed, 2, policy)
+
+
+def _relaid(rank: int, world_size: int, text_tokens: int) -> None:
+    """Video tokens keep their values when the order of [text ; video] changes under them."""
+    sp = make_sp("dbsp", 1, 2, block_size=BLOCK)
+    grid = (2, 4, 8)
+    num_tokens = 64
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2}
+    config = DiTConfig(**sizes, text="joint", text_len=text_tokens, text_dim=8) if text_tokens else DiTConfig(**sizes)
+    sharded = ShardedModel(torch.nn.Identity(), config, sp, MaskConfig(), device=torch.device("cpu"), precision="fp32")
+    mask = _hot_mask(2, (text_tokens + num_tokens) // BLOCK, 2)
+    seqlen = text_tokens + num_tokens
+    mask = BlockMask(mask.blocks, BLOCK, BLOCK, seqlen, seqlen)
+    inputs = random_qkv(0, 1, seqlen, 2, 8)
+    whole = [torch.randn(2, num_tokens, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    before = sharded.layout(grid)
+    local = [sharded.shard(x, grid) for x in whole]
+    assert [x is y for x, y in zip(sharded.relaid(local, grid), local, strict=True)] == [True, True]
+    sp.attention(*(before.shard(x) for x in inputs[:3]), mask=mask, layout=before)
+    moved = sharded.relaid(local, grid)
+    assert sharded.layout(grid).homes.tolist() != before.homes.tolist()
+    for x, y in zip(whole, moved, strict=True):
+        assert torch.equal(y, sharded.shard(x, grid))
+        assert torch.equal(sharded.gather(y, grid), x)
+    sp.destroy()
+
+
+@pytest.mark.parametrize("text_tokens", [0, 8])
+def test_relaid_carries_video_tokens_into_the_new_order(text_tokens: int) -> None:
+    run_ranks(_relaid, 2, text_tokens)
 
 
 def _stale(rank: int, world_size: int) -> str:

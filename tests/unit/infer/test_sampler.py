@@ -73,3 +73,19 @@ def test_sampler_is_exact_for_a_single_datum(name: str) -> None:
     for index in range(5):
         x = sampler.step(x, (x - datum) / schedule[index], index)
     torch.testing.assert_close(x, datum, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["euler", "unipc"])
+def test_sampler_goes_on_in_another_token_order(name: str) -> None:
+    """Between steps tokens may be permuted, as a recalibrated layout does: what the sampler keeps is permuted too."""
+    noise = torch.linspace(-2, 2, 9)
+    schedule = timestep_schedule(5)
+    order = torch.tensor([3, 0, 8, 1, 7, 2, 6, 5, 4])
+    plain, moved = (build_sampler(name, schedule) for _ in range(2))  # type: ignore[arg-type]
+    x = y = noise
+    for index in range(5):
+        if index in (1, 3):
+            y = y[order]
+            moved.hold([tensor[order] for tensor in moved.held()])
+        x, y = (sampler.step(z, _velocity(z, schedule[index]), index) for sampler, z in ((plain, x), (moved, y)))
+    torch.testing.assert_close(y, x[order][order])

@@ -103,7 +103,6 @@ def test_plan_traffic_of_one_rank_is_nothing() -> None:
     traffic = plan_traffic(plan_partition(random_mask(0, 3, 5, 5), 1, 1), SHAPE)
     for table in (traffic.forward_bytes, traffic.return_bytes, traffic.ring_hop_bytes):
         assert not table.any()
-    assert traffic.slowest_rank_bytes == 0
 
 
 def _two_rank_plan(ulysses: int, ring: int) -> PartitionPlan:
@@ -130,17 +129,9 @@ def test_plan_traffic_by_hand() -> None:
     assert ulysses.forward_bytes.tolist() == [[0, row + block], [row + block, 0]]
     assert ulysses.return_bytes.tolist() == [[0, row], [row, 0]]
     assert ulysses.ring_hop_bytes.tolist() == [0, 0]
-    assert ulysses.slowest_rank_bytes == 2 * row + block
     ring = plan_traffic(_two_rank_plan(1, 2), SHAPE)
     assert not ring.forward_bytes.any()
     assert ring.ring_hop_bytes.tolist() == [2 * block, 2 * block]
-
-
-def test_slowest_rank_bytes_counts_both_ways_of_one_rank() -> None:
-    there = np.array([[0, 5, 0], [0, 0, 2], [4, 0, 0]])
-    back = np.array([[0, 0, 1], [9, 0, 0], [0, 3, 0]])
-    # Sent: 6, 11, 7; received: 13, 8, 3.
-    assert PlanTraffic(there, back, np.zeros(3, np.int64)).slowest_rank_bytes == 13
 
 
 def test_shared_kv_heads_travel_once_per_rank() -> None:
