@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbsp_megatron import __version__
 from dbsp_megatron.attention.engines import Engine, check_engine, choose_engine
 from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.observability.environment import collect_environment, device_names
@@ -273,6 +274,8 @@ def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
     plan_us = ranks.slowest([time_planning(heads, num_blocks, num_planned, max(5, config.repeats))])[0]
     planned = f"{heads} heads x {num_blocks} blocks on {num_planned} ranks"
     versions = {name: version for name, version in collect_environment()["packages"].items() if version}
+    # Also where the package lies on the path without being installed.
+    versions["dbsp_megatron"] = __version__
     if ranks.device.type == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     calibration = Calibration(
