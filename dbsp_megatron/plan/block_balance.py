@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
+from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count, one_hot
 
 _MANTISSA_BITS = 53
 _MOST_CANDIDATES = 128
@@ -140,9 +140,7 @@ def _best_exchange(rows: NDArray[np.float64], owner: IntArray, turn: int) -> tup
     beginning at another one each turn.
     """
     num_ranks = rows.shape[1]
-    one_hot = np.zeros((num_ranks, rows.shape[0]))
-    one_hot[owner, np.arange(rows.shape[0])] = 1.0
-    loads = one_hot @ rows
+    loads = one_hot(owner, num_ranks).T @ rows
     left, right = np.triu_indices(num_ranks, 1)
     distance = np.square(loads[left] - loads[right]).sum(axis=1)
     for pair in np.argsort(-distance, kind="stable").tolist():

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from dbsp_megatron.plan.integers import IntArray
+from dbsp_megatron.plan.integers import IntArray, one_hot
 
 FloatArray = NDArray[np.float64]
 _MANTISSA_BITS = 53
@@ -47,9 +47,7 @@ class HomeSwaps:
         self._ring = ring.copy()
         self.origin: IntArray = np.arange(num_blocks, dtype=np.int64)
         """int64 [N], the block that began with the home which each block has now."""
-        one_hot = np.zeros((ring_degree, num_blocks))
-        one_hot[ring, self.origin] = 1.0
-        self._loads: FloatArray = one_hot @ self._weights
+        self._loads: FloatArray = one_hot(ring, ring_degree).T @ self._weights
         self._means: FloatArray = self._weights.sum(axis=0)
 
     def copy(self) -> HomeSwaps:

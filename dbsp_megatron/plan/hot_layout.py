@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dbsp_megatron.plan.home_swaps import HomeSwaps
-from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
+from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count, one_hot
 from dbsp_megatron.plan.layout import block_homes
 
 _EXACT_FLOAT = 2**53
@@ -94,9 +94,7 @@ def stripe_deviation(weights: IntArray, homes: IntArray, ulysses_degree: int, ri
     ring_degree = checked_count("ring_degree", ring_degree)
     loads = _checked_weights(weights)
     ring = checked_array("homes", homes, (loads.shape[1],), ulysses_degree * ring_degree) // ulysses_degree
-    one_hot = np.zeros((ring.shape[0], ring_degree))
-    one_hot[np.arange(ring.shape[0]), ring] = 1.0
-    by_rank = loads[loads.any(axis=1)].astype(np.float64) @ one_hot
+    by_rank = loads[loads.any(axis=1)].astype(np.float64) @ one_hot(ring, ring_degree)
     if by_rank.shape[0] == 0:
         return 0.0
     return float((by_rank.max(axis=1) * ring_degree / by_rank.sum(axis=1)).max()) - 1.0
@@ -213,10 +211,9 @@ class TileCounter:
         Args:
             homes: int64 [N], sp rank of each block.
         """
-        one_hot = np.zeros((homes.shape[0], self._ring_degree), dtype=self._blocks.dtype)
-        one_hot[np.arange(homes.shape[0]), homes // self._ulysses_degree] = 1.0
-        rows = (self._blocks @ one_hot).astype(np.int64)
-        columns = (one_hot.T @ self._blocks).astype(np.int64).transpose(0, 2, 1)
+        table = one_hot(homes // self._ulysses_degree, self._ring_degree).astype(self._blocks.dtype)
+        rows = (self._blocks @ table).astype(np.int64)
+        columns = (table.T @ self._blocks).astype(np.int64).transpose(0, 2, 1)
         return rows, columns
 
 

@@ -68,3 +68,10 @@ def checked_array(name: str, value: Any, shape: tuple[int | None, ...], limit: i
         )
     checked.setflags(write=False)
     return checked
+
+
+def one_hot(owner: IntArray, num_owners: int) -> NDArray[np.float64]:
+    """float64 [N, num_owners], 1 where a column owns the row."""
+    table = np.zeros((owner.shape[0], num_owners))
+    table[np.arange(owner.shape[0]), owner] = 1.0
+    return table

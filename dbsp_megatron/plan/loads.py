@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
+from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count, one_hot
 from dbsp_megatron.plan.items import BEGIN, END, HEAD, RANK, cut_items, items_of_owners
 from dbsp_megatron.plan.partition import PartitionPlan
-from dbsp_megatron.plan.workload import Workload, one_hot, owner_counts
+from dbsp_megatron.plan.workload import Workload, owner_counts
 
 NO_MOVES: IntArray = np.zeros((0, 3), dtype=np.int64)
 """No q-block of one ring group alone is moved."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
+from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count, one_hot
 
 if TYPE_CHECKING:
     from dbsp_megatron.block_mask import BlockMask
@@ -262,13 +262,6 @@ def sums_by_owner(values: IntArray, owner: IntArray, num_owners: int) -> IntArra
     """Sums int64 [K, N] over the columns of each owner: int64 [K, num_owners]."""
     product: IntArray = (values.astype(np.float64) @ one_hot(owner, num_owners)).astype(np.int64)
     return product
-
-
-def one_hot(owner: IntArray, num_owners: int) -> NDArray[np.float64]:
-    """float64 [N, num_owners], 1 where a column owns the row."""
-    table = np.zeros((owner.shape[0], num_owners))
-    table[np.arange(owner.shape[0]), owner] = 1.0
-    return table
 
 
 def owner_counts(head_blocks: NDArray[np.bool_], owner: IntArray, num_owners: int) -> IntArray:

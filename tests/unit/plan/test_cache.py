@@ -158,6 +158,7 @@ def test_plan_for_keeps_layers_apart(planner: CountingPlanner) -> None:
     assert (cache.hits, cache.plans) == (3, 3)
 
 
+@pytest.mark.filterwarnings("ignore:layers decided at one step outnumber")
 def test_plan_cache_is_bounded(planner: CountingPlanner) -> None:
     """500 shapes leave as many entries as capacity allows, the latest ones (Trap B95)."""
     cache = PlanCache(planner, capacity=3)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.plan import Workload, block_homes
-from dbsp_megatron.plan.workload import one_hot, owner_counts, sums_by_owner, tiles_of_rows
+from dbsp_megatron.plan.integers import one_hot
+from dbsp_megatron.plan.workload import owner_counts, sums_by_owner, tiles_of_rows
 from tests.unit.plan.plan_cases import random_mask, without_blocks, workload_in
 
 
