@@ -6,6 +6,7 @@ An item is (head, q_begin, q_end, ulysses_rank); a head that is not cut is one i
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dbsp_megatron.plan.integers import IntArray, checked_array
 
@@ -75,6 +76,23 @@ def heads_per_row(items: IntArray, num_q_blocks: int, ulysses_degree: int) -> In
     num_heads: IntArray = edges[:, :-1].cumsum(axis=1)
     num_heads.setflags(write=False)
     return num_heads
+
+
+def sum_over_items(row_values: NDArray[np.integer], items: IntArray, ulysses_degree: int) -> IntArray:
+    """Sums what heads have in each row over the heads of each Ulysses rank.
+
+    Args:
+        row_values: integers [H, Nq, ...].
+        items: int64 [n, 4].
+        ulysses_degree: U.
+
+    Returns:
+        int64 [U, Nq, ...].
+    """
+    sums = np.zeros((ulysses_degree, *row_values.shape[1:]), dtype=np.int64)
+    for head, begin, end, rank in items.tolist():
+        sums[rank, begin:end] += row_values[head, begin:end]
+    return sums
 
 
 def rows_by_rank(

@@ -15,7 +15,7 @@ from dbsp_megatron.plan.goal import COST_PER_BLOCK, Goal
 from dbsp_megatron.plan.head_balance import HEAD_POLICIES, assign_heads
 from dbsp_megatron.plan.head_split import split_heads
 from dbsp_megatron.plan.integers import IntArray, checked_count
-from dbsp_megatron.plan.items import RANK, heads_per_row, items_of_owners, rows_by_rank
+from dbsp_megatron.plan.items import heads_per_row, items_of_owners, rows_by_rank, sum_over_items
 from dbsp_megatron.plan.layout import check_policy
 from dbsp_megatron.plan.loads import NO_MOVES, LoadCounter, check_mesh
 from dbsp_megatron.plan.partition import PartitionPlan
@@ -223,38 +223,25 @@ class _Job:
                 f"block_policy={block_policy!r} moves q-blocks and needs workload.row_tiles, which is None; build the "
                 "workload with Workload.from_mask or use block_policy='home'"
             )
-        full = self._full(home).tolist()
         found = [NO_MOVES]
-        for u in range(self.ulysses):
-            mine = home.items[home.items[:, RANK] == u]
+        if block_policy == "step_aware":
+            tiles = sum_over_items(self.workload.row_tiles, home.items, self.ulysses)
+            tiles = tiles.reshape(self.ulysses, -1, self.ring, self.ulysses).sum(axis=3)
+            num_heads = heads_per_row(home.items, self.workload.num_q_blocks, self.ulysses)
+            groups = range(self.ulysses)
+        else:
+            costs = sum_over_items(self.row_cost, home.items, self.ulysses)
+            groups = np.flatnonzero(self._full(home)).tolist()
+        for u in groups:
             if block_policy == "step_aware":
-                owner = step_aware_owner(self._group_tiles(mine), self.q_ring, tolerance=self.goal.tolerance)
-                covered = heads_per_row(mine, self.workload.num_q_blocks, self.ulysses)[u] > 0
-                blocks = np.flatnonzero((owner != self.q_ring) & covered)
+                owner = step_aware_owner(tiles[u], self.q_ring, tolerance=self.goal.tolerance)
+                blocks = np.flatnonzero((owner != self.q_ring) & (num_heads[u] > 0))
                 moved = np.stack([blocks, owner[blocks]], axis=1)
-            elif full[u]:
-                moved = minimal_moves(self._group_cost(mine), self.q_ring, self.bounds[u])
-                moved = moved[np.argsort(moved[:, 0], kind="stable")]
             else:
-                continue
+                moved = minimal_moves(costs[u], self.q_ring, self.bounds[u])
+                moved = moved[np.argsort(moved[:, 0], kind="stable")]
             found.append(np.column_stack([np.full(len(moved), u, dtype=np.int64), moved]))
         return np.concatenate(found)
-
-    def _group_cost(self, items: IntArray) -> IntArray:
-        """int64 [Nq], cost of each q-block over items."""
-        cost = np.zeros(self.workload.num_q_blocks, dtype=np.int64)
-        for head, begin, end, _ in items.tolist():
-            cost[begin:end] += self.row_cost[head, begin:end]
-        return cost
-
-    def _group_tiles(self, items: IntArray) -> IntArray:
-        """int64 [Nq, R], dense blocks of each q-block against each ring rank's k-blocks, over items."""
-        tiles = np.zeros((self.workload.num_q_blocks, self.workload.num_ranks), dtype=np.int64)
-        row_tiles = self.workload.row_tiles
-        for head, begin, end, _ in items.tolist():
-            if row_tiles is not None:
-                tiles[begin:end] += row_tiles[head, begin:end]
-        return tiles.reshape(-1, self.ring, self.ulysses).sum(axis=2)
 
     def excess(self, draft: _Draft) -> int:
         """See `Goal.excess`."""

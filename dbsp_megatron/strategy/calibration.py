@@ -9,6 +9,7 @@ import numpy as np
 
 from dbsp_megatron.plan import PartitionPlan, Workload, hot_stripe, stripe_deviation
 from dbsp_megatron.plan.integers import IntArray
+from dbsp_megatron.plan.items import sum_over_items
 from dbsp_megatron.strategy.layout import TokenLayout
 
 _MAX_SEQUENCES = 64
@@ -61,9 +62,7 @@ class LayoutCalibrator:
         self._sums.move_to_end(key)
         while len(self._sums) > _MAX_SEQUENCES:
             self._sums.popitem(last=False)
-        rows = np.zeros((self._mesh[0], layout.num_blocks), dtype=np.int64)
-        for head, begin, end, rank in plan.head_items.tolist():
-            rows[rank, begin:end] += workload.row_blocks[head, begin:end]
+        rows = sum_over_items(workload.row_blocks, plan.head_items, self._mesh[0])
         vectors = np.concatenate([rows, workload.col_blocks[None]])
         known = sums.by_layer.get(layer)
         sums.by_layer[layer] = vectors if known is None else known + vectors

@@ -155,7 +155,8 @@ class LayerRunner:
                 self.cache.observe(layer, step, counts.workload, key=call.plan_key)
         if plan is None or counts is None:
             raise RuntimeError(f"{where}: no plan was made")
-        self.calibrator.observe(layer, call.layout, counts.workload, plan)
+        if self.strategy.calibrates_layout:
+            self.calibrator.observe(layer, call.layout, counts.workload, plan)
         out = self._execute(call, plan, rows)
         watch.stop()
         self._record(records, layer, plan, reused, counts, watch, self.traffic.bytes_sent - before)

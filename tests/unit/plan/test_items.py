@@ -19,6 +19,7 @@ from dbsp_megatron.plan.items import (
     items_of_owners,
     kv_heads_by_rank,
     rows_by_rank,
+    sum_over_items,
 )
 
 SEEDS = st.integers(0, 10**6)
@@ -176,3 +177,16 @@ def test_counts_of_items_are_those_of_loops(
     q_moves = np.array(moves, dtype=np.int64).reshape(-1, 3)
     np.testing.assert_array_equal(rows_by_rank(items, q_owner, q_moves, ulysses, ring), by_rank)
     assert [kv.tolist() for kv in kv_heads_by_rank(items, ulysses, group)] == [sorted(kv) for kv in needed]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, heads=st.integers(1, 5), rows=st.integers(1, 9), ulysses=st.integers(1, 4), inner=st.booleans())
+def test_sum_over_items_is_that_of_loops(seed: int, heads: int, rows: int, ulysses: int, inner: bool) -> None:
+    """One number for each row, or several."""
+    items = random_items(seed, heads, rows, ulysses)
+    values = np.random.default_rng(seed).integers(0, 99, (heads, rows, 3) if inner else (heads, rows))
+    want = np.zeros((ulysses, *values.shape[1:]), dtype=np.int64)
+    for head, begin, end, rank in items.tolist():
+        for row in range(begin, end):
+            want[rank, row] += values[head, row]
+    np.testing.assert_array_equal(sum_over_items(values.astype(np.int32), items, ulysses), want)
