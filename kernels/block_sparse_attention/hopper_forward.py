@@ -1,0 +1,396 @@
+"""Block-sparse attention forward on Hopper (sm_90): Gluon kernel with explicit warp roles.
+
+One program (CTA) computes one q-block of one head. Its warps:
+
+* producer, 1 warp, 24 registers: brings Q once, then the listed K and V tiles of 128 keys by TMA into one ring of
+  slots in the order of use: K0, K1, V0, K2, V1, ...;
+* consumers, one warpgroup (4 warps, 232 or 240 registers) for each 64 query rows: QK of tile j + 1 and PV of tile j
+  are in flight together, the softmax of tile j + 1 runs under PV. Two of them share every K and V tile.
+
+q-block 128: two consumers, one CTA a multiprocessor; q-block 64: one consumer, two CTAs. k-blocks of 64 are taken in
+pairs as one tile; an odd list repeats its last block, masked. Lists are walked backwards: only their last block can be
+short or repeated, so only the first, peeled step masks.
+
+Launch grid: B * H * Nq programs in the order of `BlockLists.order`, repeated over heads or batch of shared lists.
+Shared memory: 64 * D * 2 bytes of Q for each consumer (O leaves through it) and the slots of 128 * D * 2 bytes, in all
+224 KiB (q-block 128) or 112 KiB (64) at D = 128, 144 and 104 KiB at D = 64. D = 96 runs as 128 with zeros.
+"""
+
+# ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_device import bshd_descriptor, is_full, list_entry, list_row, next_slot, tile_of_program
+from .hopper_launch import LOG2E, check_call, check_heads, check_lists, check_state, forward_config, supports
+from .lists import BlockLists
+
+
+@gluon.jit
+def _load_tile(desc, index, start, num_listed, j, full_head, full, entry, kv_head, bar, buf, KB, NB, D):
+    """Tile j of a row: NB listed blocks in a row; an odd list repeats its last one (masked by the consumer)."""
+    mbarrier.expect(bar, NB * KB * D * 2)
+    if NB == 1:
+        block = list_entry(index, start, j, full_head, full)
+        tma.async_copy_global_to_shared(desc, [entry, kv_head, block * KB, 0], bar, buf)
+    else:
+        first = list_entry(index, start, 2 * j, full_head, full)
+        second = list_entry(index, start, gl.minimum(2 * j + 1, num_listed - 1), full_head, full)
+        tma.async_copy_global_to_shared(desc, [entry, kv_head, first * KB, 0], bar, buf.slice(0, KB))
+        tma.async_copy_global_to_shared(desc, [entry, kv_head, second * KB, 0], bar, buf.slice(KB, KB))
+
+
+@gluon.jit
+def _in_range(q_range, head, block):
+    if q_range is None:
+        return True
+    else:
+        return (block >= gl.load(q_range + 2 * head)) & (block < gl.load(q_range + 2 * head + 1))
+
+
+@gluon.jit
+def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.constexpr, NB: gl.constexpr,
+              NWG: gl.constexpr, NSLOT: gl.constexpr):  # fmt: skip
+    q_desc, k_desc, v_desc = tensors
+    q_s, kv_s, q_full, full_bar, empty_bar = buffers
+    count, index, order, full = lists
+    kv_index, q_range, num_heads, group = heads
+    seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads = sizes
+    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q)
+    row = list_row(entry, head, block, list_batch, list_heads, num_q)
+    start = row.to(gl.int64) * num_k
+    full_head = is_full(full, row, num_q)
+    kv_head = head // group if kv_index is None else gl.load(kv_index + head).to(gl.int32)
+    if _in_range(q_range, head, block):
+        num_listed = gl.load(count + row)
+        n = (num_listed + NB - 1) // NB
+        for w in gl.static_range(NWG):
+            mbarrier.expect(q_full.index(w), 64 * D * 2)
+            tma.async_copy_global_to_shared(
+                q_desc, [entry, head, block * (64 * NWG) + w * 64, 0], q_full.index(w), q_s.index(w)
+            )
+        if n > 0:
+            slot = 0
+            # A fresh barrier counts as "phase 1 done": the first NSLOT waits fall through.
+            phase = 1
+            mbarrier.wait(empty_bar.index(slot), phase)
+            _load_tile(k_desc, index, start, num_listed, n - 1, full_head, full, entry, kv_head,
+                       full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+            slot, phase = next_slot(slot, phase, NSLOT)
+            for i in range(1, n):
+                mbarrier.wait(empty_bar.index(slot), phase)
+                _load_tile(k_desc, index, start, num_listed, n - 1 - i, full_head, full, entry, kv_head,
+                           full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+                slot, phase = next_slot(slot, phase, NSLOT)
+                mbarrier.wait(empty_bar.index(slot), phase)
+                _load_tile(v_desc, index, start, num_listed, n - i, full_head, full, entry, kv_head,
+                           full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+                slot, phase = next_slot(slot, phase, NSLOT)
+            mbarrier.wait(empty_bar.index(slot), phase)
+            _load_tile(v_desc, index, start, num_listed, 0, full_head, full, entry, kv_head,
+                       full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+
+
+@gluon.jit
+def _consumer(w: gl.constexpr, results, buffers, lists, heads, sizes, strides, sc2, D: gl.constexpr, DV: gl.constexpr,
+              KB: gl.constexpr, NB: gl.constexpr, NWG: gl.constexpr, NSLOT: gl.constexpr):  # fmt: skip
+    out_desc, out, lse_out = results
+    q_s, kv_s, q_full, full_bar, empty_bar = buffers
+    count, index, order, full = lists
+    kv_index, q_range, num_heads, group = heads
+    seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads = sizes
+    out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s = strides
+    BN: gl.constexpr = KB * NB
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    rows_of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, rows_of_out, 2)
+    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q)
+    if _in_range(q_range, head, block):
+        row = list_row(entry, head, block, list_batch, list_heads, num_q)
+        num_listed = gl.load(count + row)
+        n = (num_listed + NB - 1) // NB
+        row0 = block * (64 * NWG) + w * 64
+        q_buf = q_s.index(w)
+        rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, scores))
+        lse_ptr = lse_out + entry.to(gl.int64) * lse_stride_b + head.to(gl.int64) * lse_stride_h
+        lse_ptr = lse_ptr + rows.to(gl.int64) * lse_stride_s
+        out_row = row0 + gl.arange(0, 64, gl.SliceLayout(1, rows_of_out))
+        out_col = gl.arange(0, D, gl.SliceLayout(0, rows_of_out))
+        if out is not None:
+            # Resume: earlier ring steps left a normalised output and its lse; a sum of 1 at maximum lse it is.
+            earlier = gl.load(lse_ptr, mask=rows < seqlen_q, other=float("-inf"))
+            any_earlier = earlier > float("-inf")
+            m = gl.where(any_earlier, earlier * 1.4426950408889634, -1.0e30)
+            l = gl.where(any_earlier, 1.0, 0.0)
+            out_ptr = out + entry.to(gl.int64) * out_stride_b + head.to(gl.int64) * out_stride_h
+            out_ptr = out_ptr + out_row.to(gl.int64)[:, None] * out_stride_s + out_col[None, :]
+            stored = (out_row < seqlen_q)[:, None] & (out_col < DV)[None, :]
+            any_row = gl.convert_layout(any_earlier, gl.SliceLayout(1, rows_of_out))
+            acc = gl.load(out_ptr, mask=stored & any_row[:, None], other=0.0)
+        else:
+            m = gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, scores))
+            l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
+            acc = gl.full([64, D], 0.0, gl.float32, rows_of_out)
+        zero = gl.full([64, BN], 0.0, gl.float32, scores)  # never read: use_acc=False
+        mbarrier.wait(q_full.index(w), 0)
+        if n > 0:
+            slot = 0
+            phase = 0
+            mbarrier.wait(full_bar.index(slot), phase)
+            s = warpgroup_mma(q_buf, kv_s.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(empty_bar.index(slot), count=1)
+            slot, phase = next_slot(slot, phase, NSLOT)
+            start = row.to(gl.int64) * num_k
+            last = list_entry(index, start, num_listed - 1, is_full(full, row, num_q), full)
+            valid = gl.minimum(seqlen_k - last * KB, KB)
+            if NB == 2:
+                valid = valid + KB * (1 - (num_listed & 1))
+            cols = gl.arange(0, BN, gl.SliceLayout(0, scores))
+            s = gl.where((cols < valid)[None, :], s, float("-inf"))
+            if out is not None:
+                mn = gl.maximum(m, gl.max(s, 1) * sc2)
+                p32 = gl.exp2(s * sc2 - mn[:, None])
+                al = gl.exp2(m - mn)
+                l = l * al + gl.sum(p32, 1)
+                m = mn
+                acc = acc * gl.convert_layout(al, gl.SliceLayout(1, rows_of_out))[:, None]
+            else:
+                m = gl.max(s, 1) * sc2
+                p32 = gl.exp2(s * sc2 - m[:, None])
+                l = gl.sum(p32, 1)
+            p = gl.convert_layout(p32.to(q_s.dtype), weights)
+            for _ in range(1, n):
+                mbarrier.wait(full_bar.index(slot), phase)
+                k_slot = slot
+                slot, phase = next_slot(slot, phase, NSLOT)
+                st = warpgroup_mma(q_buf, kv_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(full_bar.index(slot), phase)
+                at = warpgroup_mma(p, kv_s.index(slot), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[st])
+                mbarrier.arrive(empty_bar.index(k_slot), count=1)
+                # V has long arrived: this wait falls through. Its branch ends the basic block, so that ptxas cannot
+                # sink the release of K (the line above) below the exponentials.
+                mbarrier.wait(full_bar.index(slot), phase)
+                mn = gl.maximum(m, gl.max(s, 1) * sc2)
+                p32 = gl.exp2(s * sc2 - mn[:, None])
+                al = gl.exp2(m - mn)
+                l = l * al + gl.sum(p32, 1)
+                m = mn
+                acc = warpgroup_mma_wait(0, deps=[at])
+                mbarrier.arrive(empty_bar.index(slot), count=1)
+                slot, phase = next_slot(slot, phase, NSLOT)
+                p = gl.convert_layout(p32.to(q_s.dtype), weights)
+                acc = acc * gl.convert_layout(al, gl.SliceLayout(1, rows_of_out))[:, None]
+            mbarrier.wait(full_bar.index(slot), phase)
+            at = warpgroup_mma(p, kv_s.index(slot), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[at])
+        ok = l > 0.0
+        l1 = gl.where(ok, l, 1.0)
+        lse = gl.where(ok, (m + gl.log2(l1)) * 0.6931471805599453, float("-inf"))
+        acc = acc * gl.convert_layout(1.0 / l1, gl.SliceLayout(1, rows_of_out))[:, None]
+        if out is not None:
+            # A row of tiles without keys keeps its lse bit for bit.
+            gl.store(lse_ptr, lse, mask=(rows < seqlen_q) & (n > 0))
+            gl.store(out_ptr, acc, mask=stored)
+        else:
+            gl.store(lse_ptr, lse, mask=rows < seqlen_q)
+            q_buf.store(acc.to(q_s.dtype))  # Q is no longer needed: its buffer stages O
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [entry, head, row0, 0], q_buf)
+            tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[
+    "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
+    "out_stride_b", "out_stride_s", "out_stride_h", "lse_stride_b", "lse_stride_h", "lse_stride_s",
+])  # fmt: skip
+def forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    out,
+    lse,
+    count,
+    index,
+    order,
+    full,
+    kv_index,
+    q_range,
+    sc2,
+    seqlen_q,
+    seqlen_k,
+    num_heads,
+    group,
+    num_q,
+    num_k,
+    list_batch,
+    list_heads,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    lse_stride_b,
+    lse_stride_h,
+    lse_stride_s,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    KB: gl.constexpr,
+    NB: gl.constexpr,
+    NWG: gl.constexpr,
+    NSLOT: gl.constexpr,
+):
+    """See the module's docstring. `out_desc` is None when `out` (fp32, resumed from) is given, and the other way round.
+
+    KB keys a k-block, NB k-blocks a tile, NWG consumers of 64 rows, NSLOT ring slots, D columns in shared memory, DV
+    columns of the tensors.
+    """
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], q_desc.dtype)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [NWG, 64, D], smem_layout)
+    kv_s = gl.allocate_shared_memory(q_desc.dtype, [NSLOT, KB * NB, D], smem_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
+    full_bar = gl.allocate_shared_memory(gl.int64, [NSLOT, 1], mbarrier.MBarrierLayout())
+    empty_bar = gl.allocate_shared_memory(gl.int64, [NSLOT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NWG):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(NSLOT):
+        mbarrier.init(full_bar.index(i), count=1)
+        mbarrier.init(empty_bar.index(i), count=NWG)
+    tensors = (q_desc, k_desc, v_desc)
+    results = (out_desc, out, lse)
+    buffers = (q_s, kv_s, q_full, full_bar, empty_bar)
+    lists = (count, index, order, full)
+    heads = (kv_index, q_range, num_heads, group)
+    sizes = (seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads)
+    strides = (out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s)
+    if NWG == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT)),
+                (_consumer, (1, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT)),
+                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT)),
+                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT)),
+            ],
+            [1],
+            [24],
+        )
+
+
+def hopper_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: BlockLists,
+    block_size_q: int,
+    block_size_k: int,
+    scale: float,
+    *,
+    kv_index: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    q_range: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q over the listed blocks of k and v, on a Hopper GPU; deterministic.
+
+    Args:
+        q: fp16 or bf16 [B, Sq, H, D]; strides as `supports` says, for k and v too.
+        k: [B, Sk, Hkv, D].
+        v: [B, Sk, Hkv, D].
+        lists: lists of the mask on the same device, batch and heads shared where of size 1. Last blocks may be short.
+        block_size_q: tokens per q-block, 64 or 128.
+        block_size_k: tokens per k-block, 64 or 128.
+        scale: softmax scale, positive.
+        kv_index: int32 or int64 [H], kv head of each query head; default h // (H // Hkv).
+        out: fp32 [B, Sq, H, D], last stride 1: what earlier parts of K and V gave; this part is added in place. A row
+            with lse -inf has none yet and its `out` is not read.
+        lse: fp32 [B, H, Sq], any strides; given with `out`, updated in place.
+        q_range: int32 [H, 2], q-blocks [begin, end) computed of each head; others are not touched (out 0 and lse -inf
+            where this call makes the tensors).
+
+    Returns:
+        out [B, Sq, H, D] in q's dtype (or the `out` given) and lse fp32 [B, H, Sq], natural log. A row without keys has
+        out 0 and lse -inf.
+
+    Raises:
+        ValueError: the call is not one that `supports` accepts, or shapes, dtypes or strides of `lists`, `out` or `lse`
+            do not fit.
+
+    Memory: the results.
+    """
+    check_call(supports(q, k, v, block_size_q, block_size_k, scale=scale))
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    seqlen_k, num_kv_heads = k.shape[1:3]
+    check_heads(q, k, v, kv_index)
+    num_q, num_k = check_lists(lists, batch, num_heads, seqlen_q, seqlen_k, block_size_q, block_size_k)
+    resume = out is not None
+    if out is None or lse is None:
+        if out is not lse:
+            raise ValueError("out and lse must be given together, got one of them: pass both to resume, or neither")
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((batch, num_heads, seqlen_q), dtype=torch.float32, device=q.device)
+        if q_range is not None or seqlen_k == 0:
+            out.zero_()
+            lse.fill_(float("-inf"))
+    else:
+        check_state(out, lse, q)
+    if q.numel() == 0 or seqlen_k == 0:
+        return out, lse
+    config = forward_config(head_dim, block_size_q, block_size_k)
+    with torch.cuda.device(q.device):
+        forward_kernel[(batch * num_heads * num_q,)](
+            bshd_descriptor(q, 64, config.dim),
+            bshd_descriptor(k, block_size_k, config.dim),
+            bshd_descriptor(v, block_size_k, config.dim),
+            None if resume else bshd_descriptor(out, 64, config.dim),
+            out if resume else None,
+            lse,
+            lists.count,
+            lists.index,
+            lists.order,
+            None if lists.full is None else lists.full.view(torch.uint8),
+            kv_index,
+            q_range,
+            scale * LOG2E,
+            seqlen_q,
+            seqlen_k,
+            num_heads,
+            max(1, num_heads // num_kv_heads),
+            num_q,
+            num_k,
+            lists.count.shape[0],
+            lists.count.shape[1],
+            out.stride(0),
+            out.stride(1),
+            out.stride(2),
+            lse.stride(0),
+            lse.stride(1),
+            lse.stride(2),
+            D=config.dim,
+            DV=head_dim,
+            KB=block_size_k,
+            NB=config.blocks_per_tile,
+            NWG=config.num_consumers,
+            NSLOT=config.num_slots,
+            num_warps=4,
+            maxnreg=config.max_registers,
+        )
+    return out, lse
