@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper_device import bshd_descriptor, is_full, list_entry, list_row, next_slot, tile_of_program
+from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, tile_of_program
 from .hopper_dq import prepare_kernel, reorder_kernel
 from .hopper_launch import (
     LOG2E,
@@ -49,6 +49,7 @@ from .hopper_launch import (
     check_heads,
     check_lists,
     for_tma,
+    listed,
     query_groups,
     supports,
 )
@@ -92,21 +93,28 @@ def _add_registers(ptr, value, NREG: gl.constexpr):
 
 
 @constexpr_function
-def _store_asm(n, columns):
+def _store_asm(n, columns, kind):
     stride = n // 4 + n
     rows = stride + n
     first = rows + n
-    stores = " ".join(
-        f"@p0 st.global.v2.f32 [r0+{g * 32}], {{${first + 4 * g}, ${first + 4 * g + 1}}}; "
-        f"@p1 st.global.v2.f32 [r1+{g * 32}], {{${first + 4 * g + 2}, ${first + 4 * g + 3}}};"
-        for g in range(min(n // 4, columns // 8))
-    )
+    size = 4 if kind == "fp32" else 2
+    stores = []
+    for g in range(min(n // 4, columns // 8)):
+        for half in range(2):
+            low, high = first + 4 * g + 2 * half, first + 4 * g + 2 * half + 1
+            target = f"[r{half}+{g * 8 * size}]"
+            if kind == "fp32":
+                stores.append(f"@p{half} st.global.v2.f32 {target}, {{${low}, ${high}}};")
+            else:
+                pack = "cvt.rn.bf16x2.f32" if kind == "bf16" else "cvt.rn.f16x2.f32"
+                stores.append(f"{pack} rp, ${high}, ${low}; @p{half} st.global.b32 {target}, rp;")
     return (
-        "{ .reg .b32 rt, rr, rw; .reg .b64 rl, r0, r1; .reg .pred p0, p1; mov.u32 rt, %tid.x; "
+        "{ .reg .b32 rt, rr, rw, rp; .reg .b64 rl, r0, r1; .reg .pred p0, p1; mov.u32 rt, %tid.x; "
         "shr.u32 rr, rt, 2; and.b32 rr, rr, 7; shr.u32 rw, rt, 1; and.b32 rw, rw, 48; add.u32 rr, rr, rw; "
-        f"and.b32 rt, rt, 3; mul.wide.u32 rl, rt, 8; add.s64 r1, rl, ${n // 4}; "
+        f"and.b32 rt, rt, 3; mul.wide.u32 rl, rt, {2 * size}; add.s64 r1, rl, ${n // 4}; "
         f"mul.wide.u32 rl, rr, ${stride}; add.s64 r0, r1, rl; mul.wide.u32 rl, ${stride}, 8; add.s64 r1, r0, rl; "
-        f"setp.lt.s32 p0, rr, ${rows}; add.u32 rr, rr, 8; setp.lt.s32 p1, rr, ${rows}; {stores} mov.b32 $0, 0; }}"
+        f"setp.lt.s32 p0, rr, ${rows}; add.u32 rr, rr, 8; setp.lt.s32 p1, rr, ${rows}; {' '.join(stores)} "
+        "mov.b32 $0, 0; }"
     )
 
 
@@ -117,7 +125,7 @@ def _store_constraints(n):
 
 @gluon.jit
 def _store_registers(ptr, stride, num_rows, value, NREG: gl.constexpr, COLUMNS: gl.constexpr):
-    """Store rows of an accumulator, `stride` bytes apart, the first `num_rows` of 64 and COLUMNS of its columns.
+    """Store rows of an accumulator, `stride` elements apart, the first `num_rows` of 64 and COLUMNS of its columns.
 
     A thread has rows r and r + 8 and two columns of each eight. As plain stores the compiler would work out addresses
     before the main loop, which costs that loop 250 bytes of spills.
@@ -125,9 +133,10 @@ def _store_registers(ptr, stride, num_rows, value, NREG: gl.constexpr, COLUMNS: 
     shape: gl.constexpr = value.type.shape
     layout: gl.constexpr = value.type.layout
     address = gl.full(shape, ptr.to(gl.int64, bitcast=True), gl.int64, layout)
-    strides = gl.full(shape, stride, gl.int32, layout)
+    kind: gl.constexpr = ptr.dtype.element_ty.name
+    strides = gl.full(shape, stride * (ptr.dtype.element_ty.primitive_bitwidth // 8), gl.int32, layout)
     rows = gl.full(shape, num_rows, gl.int32, layout)
-    asm: gl.constexpr = _store_asm(NREG, COLUMNS)
+    asm: gl.constexpr = _store_asm(NREG, COLUMNS, kind)
     constraints: gl.constexpr = _store_constraints(NREG)
     gl.inline_asm_elementwise(
         asm, constraints, [address, strides, rows, value], dtype=gl.int8, is_pure=False, pack=NREG
@@ -135,12 +144,12 @@ def _store_registers(ptr, stride, num_rows, value, NREG: gl.constexpr, COLUMNS: 
 
 
 @gluon.jit
-def _first_query(index, start, j, full_head, full, NSUB: gl.constexpr):
+def _first_query(index, start, j, NSUB: gl.constexpr):
     """First query row of step j: a listed q-block has NSUB tiles of 64 rows."""
     if NSUB == 1:
-        return list_entry(index, start, j, full_head, full) * 64
+        return list_entry(index, start, j) * 64
     else:
-        return list_entry(index, start, j >> 1, full_head, full) * 128 + (j & 1) * 64
+        return list_entry(index, start, j >> 1) * 128 + (j & 1) * 64
 
 
 @gluon.jit
@@ -174,19 +183,21 @@ def _load_keys(tensors, buffers, entry, kv_head, key0, D: gl.constexpr, NWG: gl.
 
 @gluon.jit
 def _load_queries(tensors, buffers, lists, sizes, entry, head, block, stage, phase, D: gl.constexpr,
-                  NST: gl.constexpr, NSUB: gl.constexpr):  # fmt: skip
+                  NST: gl.constexpr, NSUB: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Q, lse, dO and delta of all listed query rows of a head, through the stages."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = tensors
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full = buffers
-    count, index, order, full = lists
+    count, index, order = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded = sizes
-    row = list_row(entry, head, block, list_batch, list_heads, num_k)
+    row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
     start = row.to(gl.int64) * num_q
-    full_head = is_full(full, row, num_k)
+    # Read with the count, not after it, and then one step ahead: the stages do not wait for it.
+    following = _first_query(index, start, 0, NSUB)
     n = gl.load(count + row) * NSUB
     stats = (entry * num_heads + head) * padded
     for j in range(0, n):
-        r = _first_query(index, start, j, full_head, full, NSUB)
+        r = following
+        following = _first_query(index, start, gl.minimum(j + 1, n - 1), NSUB)
         mbarrier.wait(q_empty.index(stage), phase)
         mbarrier.expect(q_full.index(stage), 64 * D * 2 + 256)
         tma.async_copy_global_to_shared(q_desc, [entry, head, r, 0], q_full.index(stage), q_s.index(stage))
@@ -201,12 +212,14 @@ def _load_queries(tensors, buffers, lists, sizes, entry, head, block, stage, pha
 
 @gluon.jit
 def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.constexpr, NWG: gl.constexpr,
-              NSUB: gl.constexpr, GROUPED: gl.constexpr):  # fmt: skip
+              NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = tensors
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full = buffers
-    count, index, order, full = lists
+    count, index, order = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded = sizes
-    entry, kv_head, block = tile_of_program(order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k)
+    entry, kv_head, block = tile_of_program(
+        order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+    )
     key0 = block * (64 * NWG)
     # A fresh barrier counts as "phase 1 done": the first NST waits fall through.
     stage = 0
@@ -217,21 +230,22 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
         for position in range(begin, end):
             head = _head_at(groups, position)
             stage, phase = _load_queries(tensors, buffers, lists, sizes, entry, head, block, stage, phase,
-                                         D, NST, NSUB)  # fmt: skip
+                                         D, NST, NSUB, SHARED)  # fmt: skip
         # No consumer may have waited for K and V, and no copy may outlive the CTA.
         mbarrier.wait(kv_full, 0)
     else:
-        if gl.load(count + list_row(entry, kv_head, block, list_batch, list_heads, num_k)) > 0:
+        if gl.load(count + list_row(entry, kv_head, block, list_batch, list_heads, num_k, SHARED)) > 0:
             _load_keys(tensors, buffers, entry, kv_head, key0, D, NWG)
-            _load_queries(tensors, buffers, lists, sizes, entry, kv_head, block, stage, phase, D, NST, NSUB)
+            _load_queries(tensors, buffers, lists, sizes, entry, kv_head, block, stage, phase, D, NST, NSUB, SHARED)
 
 
 @gluon.jit
 def _add_head(w: gl.constexpr, state, dq_desc, dq_sums, buffers, lists, sizes, sc2, entry, head, block, D: gl.constexpr,
-              NST: gl.constexpr, NWG: gl.constexpr, NSUB: gl.constexpr):  # fmt: skip
+              NST: gl.constexpr, NWG: gl.constexpr, NSUB: gl.constexpr, SHARED: gl.constexpr,
+              TAIL: gl.constexpr):  # fmt: skip
     """All steps of one query head: adds to dK and dV in registers, and to the sums of dQ in memory."""
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full = buffers
-    count, index, order, full = lists
+    count, index, order = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded = sizes
     dk, dv, stage, phase, buf, buf_phase = state
     # Two dS buffers where a second warpgroup may still read the previous one.
@@ -249,20 +263,19 @@ def _add_head(w: gl.constexpr, state, dq_desc, dq_sums, buffers, lists, sizes, s
     zero_q = gl.full([64, DN], 0.0, gl.float32, part_of_dq)
     key = block * (64 * NWG) + w * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores))
     short = (block + 1) * (64 * NWG) > seqlen_k
-    row = list_row(entry, head, block, list_batch, list_heads, num_k)
+    row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
     start = row.to(gl.int64) * num_q
-    full_head = is_full(full, row, num_k)
     n = gl.load(count + row) * NSUB
     sums_row = (entry * num_heads + head) * padded
     # Without a branch around loop and wait ptxas serialises every wgmma.
     if n > 0:
         mbarrier.wait(kv_full, 0)
-        # Not `previous = stage`: the compiler would see the same value before and after its trial round of the loop, and
+        # Not `previous = stage`: the compiler would see one value before and after its trial round of the loop, and
         # take the name for a constant.
         previous = 0
         dkt = warpgroup_mma_init(dk)
         for j in range(0, n):
-            r = _first_query(index, start, j, full_head, full, NSUB)
+            r = _first_query(index, start, j, NSUB)
             # dK of the previous step is still in flight here: the tensor cores do not drain between steps.
             mbarrier.wait(q_full.index(stage), phase)
             s = warpgroup_mma(k_w, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -275,20 +288,26 @@ def _add_head(w: gl.constexpr, state, dq_desc, dq_sums, buffers, lists, sizes, s
             dvt = warpgroup_mma(gl.convert_layout(p.to(q_s.dtype), weights), do_s.index(stage), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
             g = (p * (dp - delta_s.index(stage).load(queries)[None, :])).to(q_s.dtype)
-            if short:
+            if TAIL:  # noqa: SIM102 - the outer branch is decided by the compiler
                 # Keys beyond the sequence are zeros with a score of 0, whose weight overflows if lse is very negative,
                 # and inf * 0 would reach dQ.
-                g = gl.where((key < seqlen_k)[:, None], g, 0.0)
+                if short:
+                    g = gl.where((key < seqlen_k)[:, None], g, 0.0)
             own = ds_s.index(buf).slice(w * 64, 64, dim=0)
             own.store(g)
             fence_async_shared()
             mbarrier.arrive(ds_full.index(buf), count=1)
-            dv = warpgroup_mma_wait(0, deps=[dvt])
+            if NWG == 1:
+                # With two warpgroups dV may run on; here the assembler then finds too few registers and serialises.
+                dv = warpgroup_mma_wait(0, deps=[dvt])
             mbarrier.wait(ds_full.index(buf), buf_phase)
             dqt = warpgroup_mma(ds_s.index(buf).permute((1, 0)), k_c, zero_q, use_acc=False, is_async=True)
             # dS^T from shared memory, not from registers: 16 registers fewer, or ptxas serialises every wgmma.
             dkt = warpgroup_mma(own, q_s.index(stage), dk, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=[dqt])
+            if NWG == 1:
+                dq = warpgroup_mma_wait(1, deps=[dqt])
+            else:
+                dv, dq = warpgroup_mma_wait(1, deps=[dvt, dqt])
             mbarrier.arrive(do_empty.index(stage), count=1)
             if NWG == 2:
                 # Register order (see _add_registers), staged for TMA without bank conflicts.
@@ -308,13 +327,16 @@ def _add_head(w: gl.constexpr, state, dq_desc, dq_sums, buffers, lists, sizes, s
 
 @gluon.jit
 def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, D: gl.constexpr, DV: gl.constexpr,
-              NST: gl.constexpr, NWG: gl.constexpr, NSUB: gl.constexpr, GROUPED: gl.constexpr):  # fmt: skip
+              NST: gl.constexpr, NWG: gl.constexpr, NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr,
+              TAIL: gl.constexpr):  # fmt: skip
     dq_desc, dq_sums, dk_out, dv_out = results
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full = buffers
-    count, index, order, full = lists
+    count, index, order = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded = sizes
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    entry, kv_head, block = tile_of_program(order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k)
+    entry, kv_head, block = tile_of_program(
+        order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+    )
     dk = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
     dv = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
     stage = 0
@@ -327,32 +349,66 @@ def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, 
             head = _head_at(groups, position)
             # Worked out anew in every round, so as not to be kept in registers through the inner loop.
             entry, kv_head, block = tile_of_program(
-                order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k
+                order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
             )
             state = (dk, dv, stage, phase, buf, buf_phase)
             dk, dv, stage, phase, buf, buf_phase = _add_head(
-                w, state, dq_desc, dq_sums, buffers, lists, sizes, sc2, entry, head, block, D, NST, NWG, NSUB
+                w,
+                state,
+                dq_desc,
+                dq_sums,
+                buffers,
+                lists,
+                sizes,
+                sc2,
+                entry,
+                head,
+                block,
+                D,
+                NST,
+                NWG,
+                NSUB,
+                SHARED,
+                TAIL,
             )
     else:
         state = (dk, dv, stage, phase, buf, buf_phase)
         dk, dv, stage, phase, buf, buf_phase = _add_head(
-            w, state, dq_desc, dq_sums, buffers, lists, sizes, sc2, entry, kv_head, block, D, NST, NWG, NSUB
+            w,
+            state,
+            dq_desc,
+            dq_sums,
+            buffers,
+            lists,
+            sizes,
+            sc2,
+            entry,
+            kv_head,
+            block,
+            D,
+            NST,
+            NWG,
+            NSUB,
+            SHARED,
+            TAIL,
         )
     tma.store_wait(0)
     # Worked out anew, so as not to be kept in registers through the loop.
-    entry, kv_head, block = tile_of_program(order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k)
+    entry, kv_head, block = tile_of_program(
+        order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+    )
     key0 = block * (64 * NWG) + w * 64
     if NWG == 2:
         key = key0 + gl.arange(0, 64, gl.SliceLayout(1, keys_of_grad))
         col = gl.arange(0, D, gl.SliceLayout(0, keys_of_grad))
         at = ((entry.to(gl.int64) * seqlen_k + key) * num_kv_heads + kv_head)[:, None] * DV + col[None, :]
         stored = (key < seqlen_k)[:, None] & (col < DV)[None, :]
-        gl.store(dv_out + at, dv, mask=stored)
-        gl.store(dk_out + at, dk * sc, mask=stored)
+        gl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=stored)
+        gl.store(dk_out + at, (dk * sc).to(dk_out.dtype.element_ty), mask=stored)
     else:
         at = ((entry.to(gl.int64) * seqlen_k + key0) * num_kv_heads + kv_head) * DV
-        _store_registers(dv_out + at, num_kv_heads * (DV * 4), seqlen_k - key0, dv, D // 2, DV)
-        _store_registers(dk_out + at, num_kv_heads * (DV * 4), seqlen_k - key0, dk * sc, D // 2, DV)
+        _store_registers(dv_out + at, num_kv_heads * DV, seqlen_k - key0, dv, D // 2, DV)
+        _store_registers(dk_out + at, num_kv_heads * DV, seqlen_k - key0, dk * sc, D // 2, DV)
 
 
 @gluon.jit(do_not_specialize=[
@@ -373,7 +429,6 @@ def backward_kernel(
     count,
     index,
     order,
-    full,
     first,
     heads,
     sc,
@@ -394,11 +449,13 @@ def backward_kernel(
     NWG: gl.constexpr,
     NSUB: gl.constexpr,
     GROUPED: gl.constexpr,
+    SHARED: gl.constexpr,
+    TAIL: gl.constexpr,
 ):
-    """See the module's docstring. dk and dv are fp32 [B, Sk, Hkv, DV], contiguous.
+    """See the module's docstring. dk and dv are [B, Sk, Hkv, DV], contiguous.
 
     NST stages, NWG consumers of 64 keys, NSUB tiles of 64 query rows a q-block, GROUPED if kv heads have other than one
-    query head.
+    query head, SHARED if heads or batch entries share lists, TAIL if the last k-block is short.
     """
     DN: gl.constexpr = D // NWG
     dtype: gl.constexpr = q_desc.dtype
@@ -430,15 +487,21 @@ def backward_kernel(
     tensors = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     results = (dq_desc, dq_sums, dk, dv)
     buffers = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full)
-    lists = (count, index, order, full)
+    lists = (count, index, order)
     groups = (first, heads)
     sizes = (num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded)
     if NWG == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED)),
-                (_consumer, (1, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED)),
-                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, NWG, NSUB, GROUPED)),
+                (
+                    _consumer,
+                    (0, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED, SHARED, TAIL),
+                ),
+                (
+                    _consumer,
+                    (1, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED, SHARED, TAIL),
+                ),
+                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, NWG, NSUB, GROUPED, SHARED)),
             ],
             [4, 1],
             [240, 24],
@@ -446,8 +509,11 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED)),
-                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, NWG, NSUB, GROUPED)),
+                (
+                    _consumer,
+                    (0, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED, SHARED, TAIL),
+                ),
+                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, NWG, NSUB, GROUPED, SHARED)),
             ],
             [1],
             [24],
@@ -468,6 +534,7 @@ def hopper_backward(
     *,
     kv_index: Tensor | None = None,
     deterministic: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of (a part of) an attention whose global lse and delta are known, on a Hopper GPU.
 
@@ -486,9 +553,10 @@ def hopper_backward(
         scale: softmax scale, positive.
         kv_index: int32 or int64 [H], kv head of each query head; default h // (H // Hkv).
         deterministic: must be False: `portable_backward` is deterministic.
+        dtype: of the results: fp32, as parts of a ring want it, or q's.
 
     Returns:
-        fp32 dq [B, Sq, H, D], dk and dv [B, Sk, Hkv, D]. Rows whose lse is -inf have gradient 0 and give none.
+        dq [B, Sq, H, D], dk and dv [B, Sk, Hkv, D] in `dtype`. Rows whose lse is -inf have gradient 0 and give none.
 
     Raises:
         ValueError: the call is not one that `supports` accepts, or the lists do not fit or have no transpose.
@@ -500,7 +568,7 @@ def hopper_backward(
     seqlen_k, num_kv_heads = k.shape[1:3]
     check_heads(q, k, v, kv_index)
     num_q, num_k = check_lists(lists, batch, num_heads, seqlen_q, seqlen_k, block_size_q, block_size_k)
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     groups = query_groups(lists, num_heads, num_kv_heads, kv_index)
@@ -542,9 +610,8 @@ def hopper_backward(
             dk,
             dv,
             lists.t_count,
-            lists.t_index,
+            listed(groups.index),
             groups.order,
-            None if lists.full is None else lists.full.view(torch.uint8),
             groups.first,
             groups.heads,
             scale,
@@ -565,6 +632,8 @@ def hopper_backward(
             NWG=consumers,
             NSUB=config.blocks_per_tile,
             GROUPED=kv_index is not None or num_heads != num_kv_heads,
+            SHARED=(*lists.count.shape[:2], groups.order_heads) != (batch, num_heads, num_kv_heads),
+            TAIL=seqlen_k % block_size_k != 0,
             num_warps=4,
             maxnreg=config.max_registers,
         )

@@ -19,46 +19,45 @@ def next_slot(slot, phase, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_program(order, num_heads, list_heads, num_list_rows, num_blocks):
+def tile_of_program(order, num_heads, list_heads, num_list_rows, num_blocks, SHARED: gl.constexpr):
     """Batch entry, head and block of this program, from the launch order of the rows of lists.
 
     Lists shared by heads or batch entries are walked once for each of them: programs are numbered by repetition
-    first, so that one head's K and V stay in the L2 cache.
+    first, so that one head's K and V stay in the L2 cache. Divisions are what a short row waits for: they are left out
+    where nothing is shared.
     """
     pid = gl.program_id(0)
-    repeat = pid // num_list_rows
-    row = gl.load(order + pid % num_list_rows)
-    block = row % num_blocks
-    entry_head = row // num_blocks
-    repeats_of_head = num_heads // list_heads
-    head = entry_head % list_heads + repeat % repeats_of_head
-    entry = entry_head // list_heads + repeat // repeats_of_head
-    return entry, head, block
+    if SHARED:
+        repeat = pid // num_list_rows
+        row = gl.load(order + pid % num_list_rows)
+        entry_head = row // num_blocks
+        repeats_of_head = num_heads // list_heads
+        head = entry_head % list_heads + repeat % repeats_of_head
+        entry = entry_head // list_heads + repeat // repeats_of_head
+    else:
+        row = gl.load(order + pid)
+        entry_head = row // num_blocks
+        entry = entry_head // num_heads
+        head = entry_head - entry * num_heads
+    return entry, head, row - entry_head * num_blocks
 
 
 @gluon.jit
-def list_row(entry, head, block, list_batch, list_heads, num_blocks):
+def list_row(entry, head, block, list_batch, list_heads, num_blocks, SHARED: gl.constexpr):
     """Row of the lists that belongs to a block of a head; dims of size 1 are shared."""
-    return ((entry % list_batch) * list_heads + head % list_heads) * num_blocks + block
-
-
-@gluon.jit
-def is_full(full, row, num_blocks):
-    """Whether the head of a row is dense everywhere, so that nothing is listed."""
-    if full is None:
-        return False
+    if SHARED:
+        return ((entry % list_batch) * list_heads + head % list_heads) * num_blocks + block
     else:
-        return gl.load(full + row // num_blocks) != 0
+        return (entry * list_heads + head) * num_blocks + block
 
 
 @gluon.jit
-def list_entry(index, start, j, full_head, full):
-    """Block number j of a list; of a dense head that is j itself and memory is not read."""
-    if full is None:
+def list_entry(index, start, j):
+    """Block number j of a list; without lists (every block is dense) that is j itself."""
+    if index is None:
+        return j
+    else:
         return gl.load(index + start + j).to(gl.int32)
-    else:
-        listed = gl.load(index + start + j, mask=full_head == 0, other=0).to(gl.int32)
-        return gl.where(full_head, j, listed)
 
 
 def bshd_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:

@@ -60,7 +60,7 @@ def prepare_kernel(
 def reorder_kernel(
     sums_ptr, dq_ptr, scale, seqlen, padded, num_heads, D: tl.constexpr, DV: tl.constexpr, DN: tl.constexpr
 ):
-    """Sums of dQ from register order to fp32 [B, S, H, DV], scaled; see `hopper_backward`.
+    """Sums of dQ from register order to [B, S, H, DV], scaled; see `hopper_backward`.
 
     D columns of the sums, of which each warpgroup added DN. Launch grid: (padded / 64, B * H).
     """
@@ -76,4 +76,4 @@ def reorder_kernel(
     value = tl.load(sums_ptr + tile * D + at)
     row = tl.program_id(0) * 64 + r
     to = dq_ptr + ((entry * seqlen + row) * num_heads + head) * DV + col
-    tl.store(to, value * scale, mask=(row < seqlen) & (col < DV))
+    tl.store(to, (value * scale).to(dq_ptr.dtype.element_ty), mask=(row < seqlen) & (col < DV))

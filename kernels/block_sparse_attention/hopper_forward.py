@@ -32,21 +32,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_device import bshd_descriptor, is_full, list_entry, list_row, next_slot, tile_of_program
-from .hopper_launch import LOG2E, check_call, check_heads, check_lists, check_state, forward_config, supports
+from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, tile_of_program
+from .hopper_launch import LOG2E, check_call, check_heads, check_lists, check_state, forward_config, listed, supports
 from .lists import BlockLists
 
 
 @gluon.jit
-def _load_tile(desc, index, start, num_listed, j, full_head, full, entry, kv_head, bar, buf, KB, NB, D):
-    """Tile j of a row: NB listed blocks in a row; an odd list repeats its last one (masked by the consumer)."""
+def _listed_tile(index, start, num_listed, j, NB: gl.constexpr):
+    """Blocks of tile j of a row: NB listed ones in a row; an odd list repeats its last one (masked by the consumer)."""
+    if NB == 1:
+        block = list_entry(index, start, j)
+        return block, block
+    else:
+        first = list_entry(index, start, 2 * j)
+        return first, list_entry(index, start, gl.minimum(2 * j + 1, num_listed - 1))
+
+
+@gluon.jit
+def _load_tile(desc, tile, entry, kv_head, bar, buf, KB: gl.constexpr, NB: gl.constexpr, D: gl.constexpr):
+    first, second = tile
     mbarrier.expect(bar, NB * KB * D * 2)
     if NB == 1:
-        block = list_entry(index, start, j, full_head, full)
-        tma.async_copy_global_to_shared(desc, [entry, kv_head, block * KB, 0], bar, buf)
+        tma.async_copy_global_to_shared(desc, [entry, kv_head, first * KB, 0], bar, buf)
     else:
-        first = list_entry(index, start, 2 * j, full_head, full)
-        second = list_entry(index, start, gl.minimum(2 * j + 1, num_listed - 1), full_head, full)
         tma.async_copy_global_to_shared(desc, [entry, kv_head, first * KB, 0], bar, buf.slice(0, KB))
         tma.async_copy_global_to_shared(desc, [entry, kv_head, second * KB, 0], bar, buf.slice(KB, KB))
 
@@ -61,16 +69,15 @@ def _in_range(q_range, head, block):
 
 @gluon.jit
 def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.constexpr, NB: gl.constexpr,
-              NWG: gl.constexpr, NSLOT: gl.constexpr):  # fmt: skip
+              NWG: gl.constexpr, NSLOT: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc = tensors
     q_s, kv_s, q_full, full_bar, empty_bar = buffers
-    count, index, order, full = lists
+    count, index, order = lists
     kv_index, q_range, num_heads, group = heads
     seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads = sizes
-    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q)
-    row = list_row(entry, head, block, list_batch, list_heads, num_q)
+    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED)
+    row = list_row(entry, head, block, list_batch, list_heads, num_q, SHARED)
     start = row.to(gl.int64) * num_k
-    full_head = is_full(full, row, num_q)
     kv_head = head // group if kv_index is None else gl.load(kv_index + head).to(gl.int32)
     if _in_range(q_range, head, block):
         num_listed = gl.load(count + row)
@@ -84,30 +91,31 @@ def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.con
             slot = 0
             # A fresh barrier counts as "phase 1 done": the first NSLOT waits fall through.
             phase = 1
+            tile = _listed_tile(index, start, num_listed, n - 1, NB)
             mbarrier.wait(empty_bar.index(slot), phase)
-            _load_tile(k_desc, index, start, num_listed, n - 1, full_head, full, entry, kv_head,
-                       full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+            _load_tile(k_desc, tile, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
             slot, phase = next_slot(slot, phase, NSLOT)
             for i in range(1, n):
+                # Read before the wait for a free slot, so that the slot does not wait for it.
+                following = _listed_tile(index, start, num_listed, n - 1 - i, NB)
                 mbarrier.wait(empty_bar.index(slot), phase)
-                _load_tile(k_desc, index, start, num_listed, n - 1 - i, full_head, full, entry, kv_head,
-                           full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+                _load_tile(k_desc, following, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
                 slot, phase = next_slot(slot, phase, NSLOT)
                 mbarrier.wait(empty_bar.index(slot), phase)
-                _load_tile(v_desc, index, start, num_listed, n - i, full_head, full, entry, kv_head,
-                           full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+                _load_tile(v_desc, tile, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
                 slot, phase = next_slot(slot, phase, NSLOT)
+                tile = following
             mbarrier.wait(empty_bar.index(slot), phase)
-            _load_tile(v_desc, index, start, num_listed, 0, full_head, full, entry, kv_head,
-                       full_bar.index(slot), kv_s.index(slot), KB, NB, D)  # fmt: skip
+            _load_tile(v_desc, tile, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
 
 
 @gluon.jit
 def _consumer(w: gl.constexpr, results, buffers, lists, heads, sizes, strides, sc2, D: gl.constexpr, DV: gl.constexpr,
-              KB: gl.constexpr, NB: gl.constexpr, NWG: gl.constexpr, NSLOT: gl.constexpr):  # fmt: skip
+              KB: gl.constexpr, NB: gl.constexpr, NWG: gl.constexpr, NSLOT: gl.constexpr,
+              SHARED: gl.constexpr):  # fmt: skip
     out_desc, out, lse_out = results
     q_s, kv_s, q_full, full_bar, empty_bar = buffers
-    count, index, order, full = lists
+    count, index, order = lists
     kv_index, q_range, num_heads, group = heads
     seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads = sizes
     out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s = strides
@@ -115,9 +123,9 @@ def _consumer(w: gl.constexpr, results, buffers, lists, heads, sizes, strides, s
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     rows_of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, rows_of_out, 2)
-    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q)
+    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED)
     if _in_range(q_range, head, block):
-        row = list_row(entry, head, block, list_batch, list_heads, num_q)
+        row = list_row(entry, head, block, list_batch, list_heads, num_q, SHARED)
         num_listed = gl.load(count + row)
         n = (num_listed + NB - 1) // NB
         row0 = block * (64 * NWG) + w * 64
@@ -153,7 +161,7 @@ def _consumer(w: gl.constexpr, results, buffers, lists, heads, sizes, strides, s
             mbarrier.arrive(empty_bar.index(slot), count=1)
             slot, phase = next_slot(slot, phase, NSLOT)
             start = row.to(gl.int64) * num_k
-            last = list_entry(index, start, num_listed - 1, is_full(full, row, num_q), full)
+            last = list_entry(index, start, num_listed - 1)
             valid = gl.minimum(seqlen_k - last * KB, KB)
             if NB == 2:
                 valid = valid + KB * (1 - (num_listed & 1))
@@ -226,7 +234,6 @@ def forward_kernel(
     count,
     index,
     order,
-    full,
     kv_index,
     q_range,
     sc2,
@@ -250,11 +257,12 @@ def forward_kernel(
     NB: gl.constexpr,
     NWG: gl.constexpr,
     NSLOT: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """See the module's docstring. `out_desc` is None when `out` (fp32, resumed from) is given, and the other way round.
 
     KB keys a k-block, NB k-blocks a tile, NWG consumers of 64 rows, NSLOT ring slots, D columns in shared memory, DV
-    columns of the tensors.
+    columns of the tensors. SHARED: heads or batch entries share lists.
     """
     smem_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], q_desc.dtype)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [NWG, 64, D], smem_layout)
@@ -270,16 +278,22 @@ def forward_kernel(
     tensors = (q_desc, k_desc, v_desc)
     results = (out_desc, out, lse)
     buffers = (q_s, kv_s, q_full, full_bar, empty_bar)
-    lists = (count, index, order, full)
+    lists = (count, index, order)
     heads = (kv_index, q_range, num_heads, group)
     sizes = (seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads)
     strides = (out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s)
     if NWG == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT)),
-                (_consumer, (1, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT)),
-                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT)),
+                (
+                    _consumer,
+                    (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT, SHARED),
+                ),
+                (
+                    _consumer,
+                    (1, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT, SHARED),
+                ),
+                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT, SHARED)),
             ],
             [4, 1],
             [240, 24],
@@ -287,8 +301,11 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT)),
-                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT)),
+                (
+                    _consumer,
+                    (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT, SHARED),
+                ),
+                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT, SHARED)),
             ],
             [1],
             [24],
@@ -364,9 +381,8 @@ def hopper_forward(
             out if resume else None,
             lse,
             lists.count,
-            lists.index,
+            listed(lists.index),
             lists.order,
-            None if lists.full is None else lists.full.view(torch.uint8),
             kv_index,
             q_range,
             scale * LOG2E,
@@ -390,6 +406,7 @@ def hopper_forward(
             NB=config.blocks_per_tile,
             NWG=config.num_consumers,
             NSLOT=config.num_slots,
+            SHARED=lists.count.shape[0] != batch or lists.count.shape[1] != num_heads,
             num_warps=4,
             maxnreg=config.max_registers,
         )

@@ -193,6 +193,19 @@ def check_lists(
     return num_q, num_k
 
 
+def listed(index: Tensor) -> Tensor | None:
+    """`index` for a kernel, or None if there are no lists because every block is dense (see `dense_lists`).
+
+    Raises:
+        ValueError: the lists are neither contiguous nor absent.
+    """
+    if index.is_contiguous():
+        return index
+    if any(stride for stride, size in zip(index.stride(), index.shape, strict=True) if size > 1):
+        raise ValueError(f"lists must be contiguous, got strides {index.stride()}: call .contiguous() on them")
+    return None
+
+
 def check_state(out: Tensor, lse: Tensor, q: Tensor) -> None:
     """Check the output and lse that a call resumes from.
 
@@ -217,6 +230,8 @@ def for_tma(x: Tensor) -> Tensor:
 class QueryGroups:
     """Query heads of each kv head, and the launch order of the backward pass: one program a kv head and k-block."""
 
+    index: Tensor
+    """`t_index` of the lists."""
     order: Tensor
     """int32 [B' * Hkv' * Nk], as `BlockLists.t_order`, with rows of kv heads."""
     order_heads: int
@@ -242,8 +257,8 @@ def query_groups(lists: BlockLists, num_heads: int, num_kv_heads: int, kv_index:
     Raises:
         ValueError: the lists have no transpose.
     """
-    count, order = lists.t_count, lists.t_order
-    if count is None or order is None or lists.t_index is None:
+    count, index, order = lists.t_count, lists.t_index, lists.t_order
+    if count is None or index is None or order is None:
         raise ValueError("lists must have a transpose for a backward pass, got none: build_lists(..., transpose=True)")
     first = heads = None
     if kv_index is not None:
@@ -251,10 +266,10 @@ def query_groups(lists: BlockLists, num_heads: int, num_kv_heads: int, kv_index:
         bounds = torch.arange(num_kv_heads + 1, device=owner.device, dtype=owner.dtype)
         first, heads = torch.searchsorted(owner, bounds, out_int32=True), by_owner.int()
     if count.shape[1] == 1 or (kv_index is None and num_kv_heads == num_heads):
-        return QueryGroups(order=order, order_heads=count.shape[1], first=first, heads=heads)
+        return QueryGroups(index=index, order=order, order_heads=count.shape[1], first=first, heads=heads)
     batch, _, num_k = count.shape
     if kv_index is None:
         work = count.view(batch, num_kv_heads, -1, num_k).sum(2, dtype=torch.int32)
     else:
         work = count.new_zeros((batch, num_kv_heads, num_k)).index_add_(1, kv_index.long(), count)
-    return QueryGroups(order=launch_order(work), order_heads=num_kv_heads, first=first, heads=heads)
+    return QueryGroups(index=index, order=launch_order(work), order_heads=num_kv_heads, first=first, heads=heads)

@@ -412,6 +412,7 @@ def portable_backward(
     scale: float,
     *,
     kv_index: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
     dkdv_config: TileConfig | None = None,
     dq_config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -432,11 +433,12 @@ def portable_backward(
         block_size_k: tokens per k-block, a multiple of 16.
         scale: softmax scale, positive.
         kv_index: int [H], kv head of each query head; default h // (H / Hkv).
+        dtype: of the results: fp32, as parts of a ring want it, or q's.
         dkdv_config: tile shapes of the kernel of dK and dV; default from the table.
         dq_config: tile shapes of the kernel of dQ; default from the table.
 
     Returns:
-        dq, dk, dv, fp32, shaped as q, k, v. Rows without keys, and keys without rows, have zeros.
+        dq, dk, dv in `dtype`, shaped as q, k, v. Rows without keys, and keys without rows, have zeros.
 
     Raises:
         ValueError: something the kernels cannot run.
@@ -453,7 +455,7 @@ def portable_backward(
             f"dout must be {q.dtype} {list(q.shape)} with last stride 1, got {dout.dtype} {list(dout.shape)} with "
             f"strides {dout.stride()}: convert it or call .contiguous()"
         )
-    dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dkdv_config is None:

@@ -51,13 +51,9 @@ def _hopper_table() -> dict[tuple[int, int, int, Pass], TileConfig]:
     for dim in (64, 128):
         for block_q, block_k in ((128, 128), (128, 64), (64, 64)):
             table[dim, block_q, block_k, "forward"] = TileConfig(
-                block_m=block_q, block_n=64, num_warps=4, num_stages=2 if dim == 128 else 3
+                block_m=block_q, block_n=64, num_warps=4, num_stages=2 if dim == 128 and block_q == 128 else 3
             )
-            # Through descriptors dK and dV raced with the copies of the next tile (triton 3.6 on an H200: dK wrong by 1 %
-            # at head dim 128, by 98 % at 64).
-            table[dim, block_q, block_k, "dkdv"] = TileConfig(
-                block_m=64, block_n=64, num_warps=4, num_stages=2, use_tma=False
-            )
+            table[dim, block_q, block_k, "dkdv"] = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
             table[dim, block_q, block_k, "dq"] = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     return table
 

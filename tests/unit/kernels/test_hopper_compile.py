@@ -39,7 +39,13 @@ class Variant:
     block_k: int = 128
     dtype: str = "bf16"
     index: str = "i16"
-    full: bool = True
+    listed: bool = True
+    """False: every block is dense and nothing is listed."""
+    shared: bool = False
+    tail: bool = True
+    """The last k-block may be short (backward pass only)."""
+    grads: str = "fp32"
+    """Type of dk and dv."""
     resume: bool = False
     kv_index: bool = False
     """A table of kv heads is given."""
@@ -48,9 +54,12 @@ class Variant:
     """Several query heads share a kv head (backward pass only: there the kernel differs)."""
 
     def __str__(self) -> str:
-        options = [name for name in ("full", "resume", "kv_index", "q_range", "grouped") if getattr(self, name)]
+        options = [name for name in ("resume", "kv_index", "q_range", "grouped", "shared") if getattr(self, name)]
         direction = "backward" if self.backward else "forward"
-        return f"{direction} D{self.dim} {self.block_q}x{self.block_k} {self.dtype} {' '.join(options)}"
+        options += [] if self.listed else ["dense"]
+        options += [] if self.tail else ["whole blocks"]
+        kind = f"{self.dtype} {self.index} {self.grads}"
+        return f"{direction} D{self.dim} {self.block_q}x{self.block_k} {kind} {' '.join(options)}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ def _forward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any]
         "NB": config.blocks_per_tile,
         "NWG": config.num_consumers,
         "NSLOT": config.num_slots,
+        "SHARED": variant.shared,
     }
     return types, constants, config.max_registers
 
@@ -101,7 +111,8 @@ def _backward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any
         "k_desc": _descriptor(variant.dtype, [1, 1, variant.block_k, config.dim]),
         **dict.fromkeys(("lse_desc", "delta_desc"), row),
         "dq_desc": _descriptor("fp32", part, gl.NVMMASharedLayout(0, 32, 2)),
-        **dict.fromkeys(("dq_sums", "dk", "dv"), "*fp32"),
+        "dq_sums": "*fp32",
+        **dict.fromkeys(("dk", "dv"), f"*{variant.grads}"),
         **dict.fromkeys(("sc", "sc2"), "fp32"),
     }
     types |= {"first": "*i32", "heads": "*i32"} if variant.kv_index else {}
@@ -112,6 +123,8 @@ def _backward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any
         "NWG": config.num_consumers,
         "NSUB": config.blocks_per_tile,
         "GROUPED": variant.grouped or variant.kv_index,
+        "SHARED": variant.shared,
+        "TAIL": variant.tail,
     }
     return types, constants, config.max_registers
 
@@ -120,8 +133,7 @@ def compile_variant(variant: Variant) -> Usage:
     """Compile for sm_90; arguments without a type here and no constant are sizes and strides, or absent tensors."""
     kernel = backward_kernel if variant.backward else forward_kernel
     types, constants, registers = (_backward_arguments if variant.backward else _forward_arguments)(variant)
-    types |= {"count": "*i32", "index": f"*{variant.index}", "order": "*i32"}
-    types |= {"full": "*u8"} if variant.full else {}
+    types |= {"count": "*i32", "order": "*i32"} | ({"index": f"*{variant.index}"} if variant.listed else {})
     sizes = {param.name for param in kernel.params if param.do_not_specialize}
     types |= dict.fromkeys(sizes, "i32")
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
@@ -154,7 +166,8 @@ BLOCKS = [(128, 128), (64, 64), (128, 64), (64, 128)]
 FORWARD = [
     *(Variant(block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
     *(Variant(block_q=block_q, block_k=block_k, resume=True) for block_q, block_k in BLOCKS[:3]),
-    Variant(dtype="fp16", kv_index=True, q_range=True, index="i32", full=False),
+    Variant(dtype="fp16", kv_index=True, q_range=True, index="i32", shared=True),
+    Variant(listed=False),
     Variant(block_q=64, block_k=64, kv_index=True, q_range=True, resume=True),
     Variant(dim=64),
     Variant(dim=64, block_q=64, block_k=64, resume=True),
@@ -162,7 +175,10 @@ FORWARD = [
 ]
 BACKWARD = [
     *(Variant(backward=True, block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
-    Variant(backward=True, dtype="fp16", index="i32", full=False),
+    Variant(backward=True, dtype="fp16", index="i32", grads="fp16", shared=True),
+    Variant(backward=True, grads="bf16", tail=False),
+    Variant(backward=True, block_q=64, block_k=64, grads="bf16", tail=False),
+    Variant(backward=True, listed=False),
     Variant(backward=True, grouped=True),
     Variant(backward=True, block_q=64, block_k=64, grouped=True),
     Variant(backward=True, kv_index=True),
@@ -184,7 +200,7 @@ def stack_limit(variant: Variant) -> int:
 
 
 # A few seconds each: those that the others vary run always.
-OFTEN = [FORWARD[0], FORWARD[1], FORWARD[4], BACKWARD[0], BACKWARD[1], BACKWARD[5]]
+OFTEN = [FORWARD[0], FORWARD[1], FORWARD[4], BACKWARD[0], BACKWARD[1], BACKWARD[5], BACKWARD[6]]
 
 
 @pytest.mark.parametrize(
