@@ -5,7 +5,7 @@ Dims: B batch, s tokens at home, n tokens worked on here, H/Hkv heads, h/hkv hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.work import Side
 from dbsp_megatron.comm.collectives import all_to_all_flat
+from dbsp_megatron.kernels.block_pack import PieceIndex, pack, piece_sizes, unpack, unpack_sum
 
 
 @dataclass
@@ -33,27 +34,37 @@ class Exchange:
     me: int
     traffic: Traffic
 
-    def swap(self, pieces: list[list[Tensor]], recv_shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
-        """Send pieces[d] (several tensors each) to peer d; returns what each peer sent, shaped as recv_shapes[s]."""
+    def swap(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        """Send piece d of a flat buffer, of send_sizes[d] elements, to peer d; returns what the peers sent."""
         if self.group is None:
-            return pieces
-        send_sizes = [sum(x.numel() for x in piece) for piece in pieces]
-        recv_sizes = [sum(_volume(shape) for shape in shapes) for shapes in recv_shapes]
-        send = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
-        self.traffic.bytes_sent += (sum(send_sizes) - send_sizes[self.me]) * send.element_size()
-        recv = all_to_all_flat(send, send_sizes, recv_sizes, self.group)
-        result = []
-        for flat, shapes in zip(recv.split(recv_sizes), recv_shapes, strict=True):
-            parts = flat.split([_volume(shape) for shape in shapes])
-            result.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-        return result
+            return send
+        self.traffic.bytes_sent += (send.numel() - send_sizes[self.me]) * send.element_size()
+        return all_to_all_flat(send, send_sizes, recv_sizes, self.group)
 
 
-def _volume(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
+def _home_index(side: Side, shape: Sequence[int]) -> PieceIndex:
+    """Rows of a tensor [B, s, heads, D] at home, by destination."""
+    return _kept(side, "home_index", lambda: PieceIndex.build(side.send_tokens, side.send_heads, shape[1], shape[2]))
+
+
+def _owner_index(side: Side) -> PieceIndex:
+    """Rows of a tensor [B, n, heads here, D] at its owner, by source."""
+
+    def build() -> PieceIndex:
+        num_heads = side.heads.numel()
+        heads = torch.arange(num_heads, device=side.heads.device)
+        tokens = side.inverse.split(side.recv_counts)
+        return PieceIndex.build(tokens, [heads] * len(tokens), side.num_tokens, num_heads)
+
+    return _kept(side, "owner_index", build)
+
+
+def _kept(side: Side, name: str, build: Callable[[], PieceIndex]) -> PieceIndex:
+    # Kept in the instance, as functools.cached_property does: it lives as long as the plan's other index tensors.
+    kept: PieceIndex | None = vars(side).get(name)
+    if kept is None:
+        kept = vars(side)[name] = build()
+    return kept
 
 
 def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -> list[Tensor]:
@@ -67,21 +78,11 @@ def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -
     Returns:
         Tensors [B, n, heads here, D], rows in ascending global position.
     """
-    pieces = [
-        [
-            x.index_select(1, side.send_tokens[d]).index_select(2, side.send_heads[d])
-            for x, side in zip(xs, sides, strict=True)
-        ]
-        for d in range(len(sides[0].send_tokens))
-    ]
-    shapes = [
-        [(x.shape[0], side.recv_counts[s], side.heads.numel(), x.shape[3]) for x, side in zip(xs, sides, strict=True)]
-        for s in range(len(sides[0].recv_counts))
-    ]
-    received = exchange.swap(pieces, shapes)
-    return [
-        torch.cat([piece[i] for piece in received], dim=1).index_select(1, side.order) for i, side in enumerate(sides)
-    ]
+    batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
+    at_home = [_home_index(side, x.shape) for x, side in zip(xs, sides, strict=True)]
+    at_owner = [_owner_index(side) for side in sides]
+    sizes = piece_sizes(at_home, batch, dims), piece_sizes(at_owner, batch, dims)
+    return unpack(exchange.swap(pack(xs, at_home), *sizes), at_owner, batch, dims)
 
 
 def to_homes(
@@ -98,24 +99,11 @@ def to_homes(
     Returns:
         Tensors of `local_shapes`.
     """
-    parts = [x.index_select(1, side.inverse).split(side.recv_counts, dim=1) for x, side in zip(xs, sides, strict=True)]
-    pieces = [[part[s] for part in parts] for s in range(len(sides[0].recv_counts))]
-    shapes = [
-        [
-            (shape[0], side.send_tokens[d].numel(), side.send_heads[d].numel(), shape[3])
-            for shape, side in zip(local_shapes, sides, strict=True)
-        ]
-        for d in range(len(sides[0].send_tokens))
-    ]
-    received = exchange.swap(pieces, shapes)
-    result = []
-    for i, (x, side, shape) in enumerate(zip(xs, sides, local_shapes, strict=True)):
-        home = x.new_zeros(shape)
-        for d, piece in enumerate(received):
-            tokens, heads = side.send_tokens[d], side.send_heads[d]
-            home[:, tokens[:, None], heads[None, :]] += piece[i]
-        result.append(home)
-    return result
+    batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
+    at_home = [_home_index(side, shape) for side, shape in zip(sides, local_shapes, strict=True)]
+    at_owner = [_owner_index(side) for side in sides]
+    sizes = piece_sizes(at_owner, batch, dims), piece_sizes(at_home, batch, dims)
+    return unpack_sum(exchange.swap(pack(xs, at_owner), *sizes), at_home, batch, dims)
 
 
 class ToOwners(torch.autograd.Function):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
+
+from dbsp_megatron.kernels.block_pool import block_means
 
 
 class MaskMethod(ABC):
@@ -51,11 +52,4 @@ def pool_blocks(x: Tensor, block_size: int) -> Tensor:
     Returns:
         [B, ceil(s / block_size), H, D] in fp32 (fp64 for fp64 inputs), without gradient.
     """
-    x = x.detach()
-    x = x if x.element_size() == 8 else x.float()
-    full = x.shape[1] // block_size
-    means = x[:, : full * block_size].unflatten(1, (full, block_size)).mean(2) if full else x[:, :0]
-    if full * block_size == x.shape[1]:
-        return means
-    tail = x[:, full * block_size :].mean(1, keepdim=True)
-    return torch.cat([means, tail], dim=1)
+    return block_means(x, block_size)

@@ -218,7 +218,7 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
     count, index, order = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded = sizes
     entry, kv_head, block = tile_of_program(
-        order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+        order, gl.program_id(0), num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
     )
     key0 = block * (64 * NWG)
     # A fresh barrier counts as "phase 1 done": the first NST waits fall through.
@@ -335,7 +335,7 @@ def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, 
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded = sizes
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     entry, kv_head, block = tile_of_program(
-        order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+        order, gl.program_id(0), num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
     )
     dk = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
     dv = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
@@ -349,7 +349,7 @@ def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, 
             head = _head_at(groups, position)
             # Worked out anew in every round, so as not to be kept in registers through the inner loop.
             entry, kv_head, block = tile_of_program(
-                order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+                order, gl.program_id(0), num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
             )
             state = (dk, dv, stage, phase, buf, buf_phase)
             dk, dv, stage, phase, buf, buf_phase = _add_head(
@@ -395,7 +395,7 @@ def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, 
     tma.store_wait(0)
     # Worked out anew, so as not to be kept in registers through the loop.
     entry, kv_head, block = tile_of_program(
-        order, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
+        order, gl.program_id(0), num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
     )
     key0 = block * (64 * NWG) + w * 64
     if NWG == 2:

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_GLUON_DTYPE = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
+_GLUON_DTYPE = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16, "torch.float32": gl.float32}
 
 
 @gluon.jit
@@ -19,14 +19,13 @@ def next_slot(slot, phase, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_program(order, num_heads, list_heads, num_list_rows, num_blocks, SHARED: gl.constexpr):
-    """Batch entry, head and block of this program, from the launch order of the rows of lists.
+def tile_of_program(order, pid, num_heads, list_heads, num_list_rows, num_blocks, SHARED: gl.constexpr):
+    """Batch entry, head and block of program (or tile) `pid`, from the launch order of the rows of lists.
 
     Lists shared by heads or batch entries are walked once for each of them: programs are numbered by repetition
     first, so that one head's K and V stay in the L2 cache. Divisions are what a short row waits for: they are left out
     where nothing is shared.
     """
-    pid = gl.program_id(0)
     if SHARED:
         repeat = pid // num_list_rows
         row = gl.load(order + pid % num_list_rows)
@@ -67,7 +66,7 @@ def bshd_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
     not written, so that a short last block never touches the next batch entry, head or padding.
 
     Args:
-        x: [B, S, H, D] fp16 or bf16, last stride 1, other strides and the address multiples of 16 bytes.
+        x: [B, S, H, D] fp16, bf16 or fp32, last stride 1, other strides and the address multiples of 16 bytes.
         rows: tokens of a copy.
         dim: columns of a copy, a power of two of at least D.
 

@@ -1,9 +1,10 @@
-"""Block-sparse attention forward on Hopper (sm_90): Gluon kernel with explicit warp roles.
+"""Block-sparse attention forward on Hopper (sm_90): persistent Gluon kernel with explicit warp roles.
 
-One program (CTA) computes one q-block of one head. Its warps:
+A program (CTA) computes q-blocks of heads one after the other and takes the next from a counter, in launch order: the
+producer is then loading the next one while the consumers finish this one. Its warps:
 
-* producer, 1 warp, 24 registers: brings Q once, then the listed K and V tiles of 128 keys by TMA into one ring of
-  slots in the order of use: K0, K1, V0, K2, V1, ...;
+* producer, 1 warp, 24 registers: brings Q, then the listed K and V tiles of 128 keys by TMA into one ring of slots in
+  the order of use: K0, K1, V0, K2, V1, ...; at the end, when resuming, the fp32 output of earlier parts, also there;
 * consumers, one warpgroup (4 warps, 232 or 240 registers) for each 64 query rows: QK of tile j + 1 and PV of tile j
   are in flight together, the softmax of tile j + 1 runs under PV. Two of them share every K and V tile.
 
@@ -11,9 +12,10 @@ q-block 128: two consumers, one CTA a multiprocessor; q-block 64: one consumer, 
 pairs as one tile; an odd list repeats its last block, masked. Lists are walked backwards: only their last block can be
 short or repeated, so only the first, peeled step masks.
 
-Launch grid: B * H * Nq programs in the order of `BlockLists.order`, repeated over heads or batch of shared lists.
-Shared memory: 64 * D * 2 bytes of Q for each consumer (O leaves through it) and the slots of 128 * D * 2 bytes, in all
-224 KiB (q-block 128) or 112 KiB (64) at D = 128, 144 and 104 KiB at D = 64. D = 96 runs as 128 with zeros.
+Launch grid: as many programs as run at once. Tiles: B * H * Nq in the order of `BlockLists.order`, repeated over heads
+or batch of shared lists.
+Shared memory: stages of 64 * D * 2 bytes of Q for each consumer (O leaves through them) and the slots of 128 * D * 2
+bytes, in all 224 KiB (q-block 128) or 112 KiB (64) at D = 128, 192 and 104 KiB at D = 64. D = 96 runs as 128 with zeros.
 """
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
@@ -33,7 +35,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, tile_of_program
-from .hopper_launch import LOG2E, check_call, check_heads, check_lists, check_state, forward_config, listed, supports
+from .hopper_launch import (
+    LOG2E,
+    check_call,
+    check_heads,
+    check_lists,
+    check_state,
+    forward_config,
+    listed,
+    multiprocessors,
+    supports,
+)
 from .lists import BlockLists
 
 
@@ -68,116 +80,150 @@ def _in_range(q_range, head, block):
 
 
 @gluon.jit
-def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.constexpr, NB: gl.constexpr,
-              NWG: gl.constexpr, NSLOT: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
-    q_desc, k_desc, v_desc = tensors
-    q_s, kv_s, q_full, full_bar, empty_bar = buffers
-    count, index, order = lists
-    kv_index, q_range, num_heads, group = heads
-    seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads = sizes
-    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED)
-    row = list_row(entry, head, block, list_batch, list_heads, num_q, SHARED)
-    start = row.to(gl.int64) * num_k
-    kv_head = head // group if kv_index is None else gl.load(kv_index + head).to(gl.int32)
-    if _in_range(q_range, head, block):
-        num_listed = gl.load(count + row)
-        n = (num_listed + NB - 1) // NB
-        for w in gl.static_range(NWG):
-            mbarrier.expect(q_full.index(w), 64 * D * 2)
-            tma.async_copy_global_to_shared(
-                q_desc, [entry, head, block * (64 * NWG) + w * 64, 0], q_full.index(w), q_s.index(w)
-            )
-        if n > 0:
-            slot = 0
-            # A fresh barrier counts as "phase 1 done": the first NSLOT waits fall through.
-            phase = 1
-            tile = _listed_tile(index, start, num_listed, n - 1, NB)
-            mbarrier.wait(empty_bar.index(slot), phase)
-            _load_tile(k_desc, tile, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
-            slot, phase = next_slot(slot, phase, NSLOT)
-            for i in range(1, n):
-                # Read before the wait for a free slot, so that the slot does not wait for it.
-                following = _listed_tile(index, start, num_listed, n - 1 - i, NB)
-                mbarrier.wait(empty_bar.index(slot), phase)
-                _load_tile(k_desc, following, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
-                slot, phase = next_slot(slot, phase, NSLOT)
-                mbarrier.wait(empty_bar.index(slot), phase)
-                _load_tile(v_desc, tile, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
-                slot, phase = next_slot(slot, phase, NSLOT)
-                tile = following
-            mbarrier.wait(empty_bar.index(slot), phase)
-            _load_tile(v_desc, tile, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
+def _send_work(work, stage, row, num_listed, last):
+    """Tell the consumers of a q-block: its row of (entry, head, block), blocks in its list, and the last of them."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    work.index(stage * 3).store(gl.full([1], row, gl.int32, one))
+    work.index(stage * 3 + 1).store(gl.full([1], num_listed, gl.int32, one))
+    work.index(stage * 3 + 2).store(gl.full([1], last, gl.int32, one))
 
 
 @gluon.jit
-def _consumer(w: gl.constexpr, results, buffers, lists, heads, sizes, strides, sc2, D: gl.constexpr, DV: gl.constexpr,
-              KB: gl.constexpr, NB: gl.constexpr, NWG: gl.constexpr, NSLOT: gl.constexpr,
-              SHARED: gl.constexpr):  # fmt: skip
-    out_desc, out, lse_out = results
-    q_s, kv_s, q_full, full_bar, empty_bar = buffers
-    count, index, order = lists
+def _received(work, i):
+    """One number that the producer sent."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(work.index(i).load(one), axis=0)
+
+
+@gluon.jit
+def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.constexpr, NB: gl.constexpr,
+              NWG: gl.constexpr, NQ: gl.constexpr, NSLOT: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+    q_desc, k_desc, v_desc, state_desc = tensors
+    q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar = buffers
+    count, index, order, next_tile = lists
     kv_index, q_range, num_heads, group = heads
-    seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads = sizes
+    seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles = sizes
+    slot = 0
+    stage = 0
+    # A fresh barrier counts as "phase 1 done": the first waits for an empty slot or stage fall through.
+    phase = 1
+    q_phase = 1
+    tile = gl.program_id(0)
+    while tile < num_tiles:
+        # The counter answers while this tile is being loaded.
+        following_tile = gl.num_programs(0) + gl.atomic_add(next_tile, 1)
+        entry, head, block = tile_of_program(
+            order, tile, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED
+        )
+        row = list_row(entry, head, block, list_batch, list_heads, num_q, SHARED)
+        start = row.to(gl.int64) * num_k
+        kv_head = head // group if kv_index is None else gl.load(kv_index + head).to(gl.int32)
+        if _in_range(q_range, head, block):
+            num_listed = gl.load(count + row)
+            n = (num_listed + NB - 1) // NB
+            last = list_entry(index, start, gl.maximum(num_listed - 1, 0))
+            mbarrier.wait(q_empty.index(stage), q_phase)
+            _send_work(work, stage, (entry * num_heads + head) * num_q + block, num_listed, last)
+            for w in gl.static_range(NWG):
+                bar = q_full.index(stage * NWG + w)
+                mbarrier.expect(bar, 64 * D * 2)
+                tma.async_copy_global_to_shared(
+                    q_desc, [entry, head, block * (64 * NWG) + w * 64, 0], bar, q_s.index(stage * NWG + w)
+                )
+            stage, q_phase = next_slot(stage, q_phase, NQ)
+            if n > 0:
+                listed = _listed_tile(index, start, num_listed, n - 1, NB)
+                mbarrier.wait(empty_bar.index(slot), phase)
+                _load_tile(k_desc, listed, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
+                slot, phase = next_slot(slot, phase, NSLOT)
+                for i in range(1, n):
+                    # Read before the wait for a free slot, so that the slot does not wait for it.
+                    following = _listed_tile(index, start, num_listed, n - 1 - i, NB)
+                    mbarrier.wait(empty_bar.index(slot), phase)
+                    _load_tile(k_desc, following, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
+                    slot, phase = next_slot(slot, phase, NSLOT)
+                    mbarrier.wait(empty_bar.index(slot), phase)
+                    _load_tile(v_desc, listed, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
+                    slot, phase = next_slot(slot, phase, NSLOT)
+                    listed = following
+                mbarrier.wait(empty_bar.index(slot), phase)
+                _load_tile(v_desc, listed, entry, kv_head, full_bar.index(slot), kv_s.index(slot), KB, NB, D)
+                slot, phase = next_slot(slot, phase, NSLOT)
+                if state_desc is not None:
+                    # What earlier parts gave comes through the ring as well, under the last products.
+                    for w in gl.static_range(NWG):
+                        mbarrier.wait(empty_bar.index(slot), phase)
+                        mbarrier.expect(full_bar.index(slot), 64 * D * 4)
+                        tma.async_copy_global_to_shared(
+                            state_desc, [entry, head, block * (64 * NWG) + w * 64, 0], full_bar.index(slot),
+                            _as_state(kv_s, state_desc, slot, NSLOT, D),
+                        )  # fmt: skip
+                        slot, phase = next_slot(slot, phase, NSLOT)
+        tile = following_tile
+    mbarrier.wait(q_empty.index(stage), q_phase)
+    _send_work(work, stage, -1, 0, 0)
+    for w in gl.static_range(NWG):
+        mbarrier.arrive(q_full.index(stage * NWG + w), count=1)
+
+
+@gluon.jit
+def _as_state(kv_s, state_desc, slot, NSLOT: gl.constexpr, D: gl.constexpr):
+    """A slot of the ring as a tile of 64 fp32 rows."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], gl.float32)
+    return kv_s._reinterpret(gl.float32, [NSLOT, 64, D], layout).index(slot)
+
+
+@gluon.jit
+def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: gl.constexpr, DV: gl.constexpr,
+              KB: gl.constexpr, NB: gl.constexpr, NWG: gl.constexpr, NQ: gl.constexpr,
+              NSLOT: gl.constexpr):  # fmt: skip
+    out_desc, state_desc, out, lse_out = results
+    q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar = buffers
+    kv_index, q_range, num_heads, group = heads
+    seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles = sizes
     out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s = strides
     BN: gl.constexpr = KB * NB
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     rows_of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, rows_of_out, 2)
-    entry, head, block = tile_of_program(order, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED)
-    if _in_range(q_range, head, block):
-        row = list_row(entry, head, block, list_batch, list_heads, num_q, SHARED)
-        num_listed = gl.load(count + row)
+    slot = 0
+    stage = 0
+    phase = 0
+    q_phase = 0
+    mbarrier.wait(q_full.index(w), 0)
+    q_block = _received(work, 0)
+    while q_block >= 0:
+        num_listed = _received(work, stage * 3 + 1)
+        last = _received(work, stage * 3 + 2)
         n = (num_listed + NB - 1) // NB
-        row0 = block * (64 * NWG) + w * 64
-        q_buf = q_s.index(w)
+        entry_head = q_block // num_q
+        entry = entry_head // num_heads
+        head = entry_head - entry * num_heads
+        row0 = (q_block - entry_head * num_q) * (64 * NWG) + w * 64
+        q_buf = q_s.index(stage * NWG + w)
         rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, scores))
         lse_ptr = lse_out + entry.to(gl.int64) * lse_stride_b + head.to(gl.int64) * lse_stride_h
         lse_ptr = lse_ptr + rows.to(gl.int64) * lse_stride_s
-        out_row = row0 + gl.arange(0, 64, gl.SliceLayout(1, rows_of_out))
-        out_col = gl.arange(0, D, gl.SliceLayout(0, rows_of_out))
-        if out is not None:
-            # Resume: earlier ring steps left a normalised output and its lse; a sum of 1 at maximum lse it is.
+        if state_desc is not None:
             earlier = gl.load(lse_ptr, mask=rows < seqlen_q, other=float("-inf"))
-            any_earlier = earlier > float("-inf")
-            m = gl.where(any_earlier, earlier * 1.4426950408889634, -1.0e30)
-            l = gl.where(any_earlier, 1.0, 0.0)
-            out_ptr = out + entry.to(gl.int64) * out_stride_b + head.to(gl.int64) * out_stride_h
-            out_ptr = out_ptr + out_row.to(gl.int64)[:, None] * out_stride_s + out_col[None, :]
-            stored = (out_row < seqlen_q)[:, None] & (out_col < DV)[None, :]
-            any_row = gl.convert_layout(any_earlier, gl.SliceLayout(1, rows_of_out))
-            acc = gl.load(out_ptr, mask=stored & any_row[:, None], other=0.0)
-        else:
-            m = gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, scores))
-            l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
-            acc = gl.full([64, D], 0.0, gl.float32, rows_of_out)
+        m = gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, scores))
+        l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
+        acc = gl.full([64, D], 0.0, gl.float32, rows_of_out)
         zero = gl.full([64, BN], 0.0, gl.float32, scores)  # never read: use_acc=False
-        mbarrier.wait(q_full.index(w), 0)
         if n > 0:
-            slot = 0
-            phase = 0
             mbarrier.wait(full_bar.index(slot), phase)
             s = warpgroup_mma(q_buf, kv_s.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(empty_bar.index(slot), count=1)
             slot, phase = next_slot(slot, phase, NSLOT)
-            start = row.to(gl.int64) * num_k
-            last = list_entry(index, start, num_listed - 1)
             valid = gl.minimum(seqlen_k - last * KB, KB)
             if NB == 2:
                 valid = valid + KB * (1 - (num_listed & 1))
             cols = gl.arange(0, BN, gl.SliceLayout(0, scores))
             s = gl.where((cols < valid)[None, :], s, float("-inf"))
-            if out is not None:
-                mn = gl.maximum(m, gl.max(s, 1) * sc2)
-                p32 = gl.exp2(s * sc2 - mn[:, None])
-                al = gl.exp2(m - mn)
-                l = l * al + gl.sum(p32, 1)
-                m = mn
-                acc = acc * gl.convert_layout(al, gl.SliceLayout(1, rows_of_out))[:, None]
-            else:
-                m = gl.max(s, 1) * sc2
-                p32 = gl.exp2(s * sc2 - m[:, None])
-                l = gl.sum(p32, 1)
+            m = gl.max(s, 1) * sc2
+            p32 = gl.exp2(s * sc2 - m[:, None])
+            l = gl.sum(p32, 1)
             p = gl.convert_layout(p32.to(q_s.dtype), weights)
             for _ in range(1, n):
                 mbarrier.wait(full_bar.index(slot), phase)
@@ -204,24 +250,62 @@ def _consumer(w: gl.constexpr, results, buffers, lists, heads, sizes, strides, s
             mbarrier.wait(full_bar.index(slot), phase)
             at = warpgroup_mma(p, kv_s.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[at])
-        ok = l > 0.0
-        l1 = gl.where(ok, l, 1.0)
-        lse = gl.where(ok, (m + gl.log2(l1)) * 0.6931471805599453, float("-inf"))
-        acc = acc * gl.convert_layout(1.0 / l1, gl.SliceLayout(1, rows_of_out))[:, None]
-        if out is not None:
-            # A row of tiles without keys keeps its lse bit for bit.
-            gl.store(lse_ptr, lse, mask=(rows < seqlen_q) & (n > 0))
-            gl.store(out_ptr, acc, mask=stored)
+            mbarrier.arrive(empty_bar.index(slot), count=1)
+            slot, phase = next_slot(slot, phase, NSLOT)
+        if state_desc is not None:
+            mbarrier.arrive(q_empty.index(stage), count=1)
+            if n > 0:
+                # Two normalised parts: each weighs what its lse says. A row without an earlier part does not read it.
+                before = gl.where(earlier > float("-inf"), earlier * 1.4426950408889634, -1.0e30)
+                mn = gl.maximum(m, before)
+                ours = gl.exp2(m - mn)
+                theirs = gl.where(earlier > float("-inf"), gl.exp2(before - mn), 0.0)
+                l = l * ours + theirs
+                gl.store(lse_ptr, (mn + gl.log2(l)) * 0.6931471805599453, mask=rows < seqlen_q)
+                theirs = gl.convert_layout(theirs / l, gl.SliceLayout(1, rows_of_out))[:, None]
+                acc = acc * gl.convert_layout(ours / l, gl.SliceLayout(1, rows_of_out))[:, None]
+                for other in gl.static_range(NWG):
+                    # Also for the tile of the other warpgroup: an arrival before it is there would count for what the
+                    # slot held before, which that warpgroup may still be reading.
+                    mbarrier.wait(full_bar.index(slot), phase)
+                    if other == w:
+                        tile = _as_state(kv_s, state_desc, slot, NSLOT, D)
+                        part = tile.load(rows_of_out)
+                        tile.store(acc + gl.where(theirs > 0.0, part * theirs, 0.0))
+                        fence_async_shared()
+                        tma.async_copy_shared_to_global(state_desc, [entry, head, row0, 0], tile)
+                        tma.store_wait(0)
+                    mbarrier.arrive(empty_bar.index(slot), count=1)
+                    slot, phase = next_slot(slot, phase, NSLOT)
+            else:
+                # Nothing is added: only rows that had nothing before are written, for their out may hold anything.
+                fresh = gl.convert_layout(earlier, gl.SliceLayout(1, rows_of_out)) == float("-inf")
+                out_row = row0 + gl.arange(0, 64, gl.SliceLayout(1, rows_of_out))
+                out_col = gl.arange(0, D, gl.SliceLayout(0, rows_of_out))
+                out_ptr = out + entry.to(gl.int64) * out_stride_b + head.to(gl.int64) * out_stride_h
+                out_ptr = out_ptr + out_row.to(gl.int64)[:, None] * out_stride_s + out_col[None, :]
+                gl.store(out_ptr, acc, mask=(fresh & (out_row < seqlen_q))[:, None] & (out_col < DV)[None, :])
         else:
-            gl.store(lse_ptr, lse, mask=rows < seqlen_q)
+            ok = l > 0.0
+            l1 = gl.where(ok, l, 1.0)
+            gl.store(
+                lse_ptr,
+                gl.where(ok, (m + gl.log2(l1)) * 0.6931471805599453, float("-inf")),
+                mask=rows < seqlen_q,
+            )
+            acc = acc * gl.convert_layout(1.0 / l1, gl.SliceLayout(1, rows_of_out))[:, None]
             q_buf.store(acc.to(q_s.dtype))  # Q is no longer needed: its buffer stages O
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [entry, head, row0, 0], q_buf)
             tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(stage), count=1)
+        stage, q_phase = next_slot(stage, q_phase, NQ)
+        mbarrier.wait(q_full.index(stage * NWG + w), q_phase)
+        q_block = _received(work, stage * 3)
 
 
 @gluon.jit(do_not_specialize=[
-    "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
+    "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads", "num_tiles",
     "out_stride_b", "out_stride_s", "out_stride_h", "lse_stride_b", "lse_stride_h", "lse_stride_s",
 ])  # fmt: skip
 def forward_kernel(
@@ -229,11 +313,13 @@ def forward_kernel(
     k_desc,
     v_desc,
     out_desc,
+    state_desc,
     out,
     lse,
     count,
     index,
     order,
+    next_tile,
     kv_index,
     q_range,
     sc2,
@@ -245,6 +331,7 @@ def forward_kernel(
     num_k,
     list_batch,
     list_heads,
+    num_tiles,
     out_stride_b,
     out_stride_s,
     out_stride_h,
@@ -256,44 +343,44 @@ def forward_kernel(
     KB: gl.constexpr,
     NB: gl.constexpr,
     NWG: gl.constexpr,
+    NQ: gl.constexpr,
     NSLOT: gl.constexpr,
     SHARED: gl.constexpr,
 ):
-    """See the module's docstring. `out_desc` is None when `out` (fp32, resumed from) is given, and the other way round.
+    """See the module's docstring. `out_desc` is None when `state_desc` and `out` (fp32, resumed from) are given.
 
-    KB keys a k-block, NB k-blocks a tile, NWG consumers of 64 rows, NSLOT ring slots, D columns in shared memory, DV
-    columns of the tensors. SHARED: heads or batch entries share lists.
+    KB keys a k-block, NB k-blocks a tile, NWG consumers of 64 rows, NQ stages of Q, NSLOT ring slots, D columns in
+    shared memory, DV columns of the tensors. SHARED: heads or batch entries share lists. `next_tile` holds 0.
     """
     smem_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], q_desc.dtype)
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [NWG, 64, D], smem_layout)
+    number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [NQ * NWG, 64, D], smem_layout)
     kv_s = gl.allocate_shared_memory(q_desc.dtype, [NSLOT, KB * NB, D], smem_layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
+    work = gl.allocate_shared_memory(gl.int32, [3 * NQ, 1], number)
+    q_full = gl.allocate_shared_memory(gl.int64, [NQ * NWG, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [NQ, 1], mbarrier.MBarrierLayout())
     full_bar = gl.allocate_shared_memory(gl.int64, [NSLOT, 1], mbarrier.MBarrierLayout())
     empty_bar = gl.allocate_shared_memory(gl.int64, [NSLOT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NWG):
+    for i in gl.static_range(NQ):
+        mbarrier.init(q_empty.index(i), count=NWG)
+    for i in gl.static_range(NQ * NWG):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(NSLOT):
         mbarrier.init(full_bar.index(i), count=1)
         mbarrier.init(empty_bar.index(i), count=NWG)
-    tensors = (q_desc, k_desc, v_desc)
-    results = (out_desc, out, lse)
-    buffers = (q_s, kv_s, q_full, full_bar, empty_bar)
-    lists = (count, index, order)
+    tensors = (q_desc, k_desc, v_desc, state_desc)
+    results = (out_desc, state_desc, out, lse)
+    buffers = (q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar)
+    lists = (count, index, order, next_tile)
     heads = (kv_index, q_range, num_heads, group)
-    sizes = (seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads)
+    sizes = (seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles)
     strides = (out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s)
     if NWG == 2:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT, SHARED),
-                ),
-                (
-                    _consumer,
-                    (1, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT, SHARED),
-                ),
-                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT, SHARED)),
+                (_consumer, (0, results, buffers, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NQ, NSLOT)),
+                (_consumer, (1, results, buffers, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NQ, NSLOT)),
+                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NQ, NSLOT, SHARED)),
             ],
             [4, 1],
             [240, 24],
@@ -301,11 +388,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (0, results, buffers, lists, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NSLOT, SHARED),
-                ),
-                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NSLOT, SHARED)),
+                (_consumer, (0, results, buffers, heads, sizes, strides, sc2, D, DV, KB, NB, NWG, NQ, NSLOT)),
+                (_producer, (tensors, buffers, lists, heads, sizes, D, KB, NB, NWG, NQ, NSLOT, SHARED)),
             ],
             [1],
             [24],
@@ -372,17 +456,21 @@ def hopper_forward(
     if q.numel() == 0 or seqlen_k == 0:
         return out, lse
     config = forward_config(head_dim, block_size_q, block_size_k)
+    num_tiles = batch * num_heads * num_q
+    next_tile = torch.zeros(1, dtype=torch.int32, device=q.device)
     with torch.cuda.device(q.device):
-        forward_kernel[(batch * num_heads * num_q,)](
+        forward_kernel[(min(num_tiles, multiprocessors(q.device) * (3 - config.num_consumers)),)](
             bshd_descriptor(q, 64, config.dim),
             bshd_descriptor(k, block_size_k, config.dim),
             bshd_descriptor(v, block_size_k, config.dim),
             None if resume else bshd_descriptor(out, 64, config.dim),
+            bshd_descriptor(out, 64, config.dim) if resume else None,
             out if resume else None,
             lse,
             lists.count,
             listed(lists.index),
             lists.order,
+            next_tile,
             kv_index,
             q_range,
             scale * LOG2E,
@@ -394,6 +482,7 @@ def hopper_forward(
             num_k,
             lists.count.shape[0],
             lists.count.shape[1],
+            num_tiles,
             out.stride(0),
             out.stride(1),
             out.stride(2),
@@ -405,6 +494,7 @@ def hopper_forward(
             KB=block_size_k,
             NB=config.blocks_per_tile,
             NWG=config.num_consumers,
+            NQ=config.num_q_stages,
             NSLOT=config.num_slots,
             SHARED=lists.count.shape[0] != batch or lists.count.shape[1] != num_heads,
             num_warps=4,

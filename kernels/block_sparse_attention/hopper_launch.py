@@ -29,6 +29,8 @@ class KernelConfig:
     """Tokens of a block of the dim that is walked: k-blocks in the forward, q-blocks in the backward pass."""
     blocks_per_tile: int
     """Blocks that make one tile of a step; in the backward pass tiles of 64 rows that make one block."""
+    num_q_stages: int = 1
+    """Q-blocks that shared memory holds (forward pass only)."""
     num_slots: int
     """Tiles that shared memory holds: ring slots in the forward, stages of Q and dO in the backward pass."""
     max_registers: int
@@ -40,12 +42,14 @@ def forward_config(head_dim: int, block_size_q: int, block_size_k: int) -> Kerne
     """Constants of the forward kernel; all combinations of blocks of 64 and 128, and of `_HEAD_DIMS`."""
     dim = 64 if head_dim == 64 else 128
     wide = block_size_q == 128
-    slots = 6 if wide else 3
+    slots = 5 if wide else 3
     return KernelConfig(
         dim=dim,
         num_consumers=2 if wide else 1,
         block_size=block_size_k,
         blocks_per_tile=128 // block_size_k,
+        # Two CTAs of a multiprocessor hide what one of them waits for; a lone one loads its next Q early.
+        num_q_stages=2 if wide else 1,
         num_slots=slots if dim == 128 else 8 if wide else 6,
         max_registers=168 if wide else 128,
     )
@@ -80,6 +84,12 @@ def _wrong_device(device: torch.device) -> str | None:
         return f"device is {device}, not CUDA"
     capability = torch.cuda.get_device_capability(device)
     return None if capability == _CAPABILITY else f"compute capability {capability[0]}.{capability[1]} is not 9.0"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _unfit_for_tma(name: str, x: Tensor) -> str | None:
@@ -219,6 +229,10 @@ def check_state(out: Tensor, lse: Tensor, q: Tensor) -> None:
                 f"{name} to resume from must be float32 {list(shape)} (out with last stride 1), got {x.dtype} "
                 f"{list(x.shape)} with strides {x.stride()}: keep the state of a ring in float32"
             )
+    if (reason := _unfit_for_tma("out", out)) is not None:
+        raise ValueError(
+            f"out to resume from does not fit: {reason}; keep the state of a ring in one contiguous tensor"
+        )
 
 
 def for_tma(x: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ class BlockLists:
     """int32 [B' * H' * Nk]: launch order of the columns."""
     full: Tensor | None = None
     """bool [B', H'], heads whose every block is dense: kernels count up and read no list. None: none is known."""
+    union: Tensor | None = None
+    """int32 [B', H'], dense blocks of rows taken in pairs (0, 1), (2, 3), ...: those of either row, summed over pairs;
+    an odd last row is a pair of its own. Sums beyond 2^31 (over 65,000 blocks a side) wrap around."""
 
     def with_transpose(self, blocks: Tensor) -> BlockLists:
         """These lists and those of the columns.
@@ -51,14 +54,32 @@ class BlockLists:
         """
         if self.t_count is not None:
             return self
-        count, index = _compact(blocks.transpose(2, 3))
-        return replace(self, t_count=count, t_index=index, t_order=launch_order(count))
+        return replace(self, **_make(blocks, rows=False, columns=True))
+
+    def union_factor(self) -> Tensor:
+        """Work of a kernel that takes rows in pairs, as a multiple of the work of the rows.
+
+        A pair computes the dense blocks of either row for both; an odd last row is taken alone.
+
+        Returns:
+            fp32 [B', H']: 1.0 if the rows of every pair are alike (or nothing is dense), 2.0 if they share no block.
+
+        Raises:
+            ValueError: `union` is None.
+        """
+        if self.union is None:
+            raise ValueError("lists must have `union` for a union factor, got None: make them by build_lists")
+        total = self.count.sum(-1)
+        computed = 2 * self.union.long()
+        if self.count.shape[2] % 2:
+            computed = computed - self.count[..., -1]
+        return torch.where(total > 0, computed / total.clamp(min=1), 1.0).float()
 
 
 def build_lists(blocks: Tensor, *, transpose: bool) -> BlockLists:
     """Lists of a mask, made where it lies. Nothing waits for the device.
 
-    On CUDA one kernel writes counts and lists of a direction, one more the keys of its launch order; elsewhere
+    On CUDA one kernel writes counts and lists of both directions, one more both launch orders; elsewhere
     `naive_build_lists` runs.
 
     Args:
@@ -74,24 +95,13 @@ def build_lists(blocks: Tensor, *, transpose: bool) -> BlockLists:
     Memory: 2 bytes (4 beyond 32767 blocks a row) for every block of the mask and direction.
     """
     _check(blocks)
-    if not blocks.is_cuda:
-        return naive_build_lists(blocks, transpose=transpose)
-    count, index = _compact(blocks)
-    lists = BlockLists(count=count, index=index, order=launch_order(count), full=_full_heads(count, blocks.shape[3]))
-    return lists.with_transpose(blocks) if transpose else lists
+    return BlockLists(**_make(blocks, rows=True, columns=transpose))
 
 
 def naive_build_lists(blocks: Tensor, *, transpose: bool) -> BlockLists:
     """Twin of `build_lists` in plain PyTorch, on any device."""
     _check(blocks)
-    count, index = _naive_compact(blocks)
-    lists = BlockLists(
-        count=count, index=index, order=naive_launch_order(count), full=_full_heads(count, blocks.shape[3])
-    )
-    if not transpose:
-        return lists
-    count, index = _naive_compact(blocks.transpose(2, 3))
-    return replace(lists, t_count=count, t_index=index, t_order=naive_launch_order(count))
+    return BlockLists(**_naive_make(blocks, rows=True, columns=transpose))
 
 
 def dense_lists(
@@ -127,6 +137,7 @@ def dense_lists(
         t_index=nothing.expand(*shape, num_k_blocks, num_q_blocks),
         t_order=natural(num_k_blocks),
         full=torch.ones(shape, dtype=torch.bool, device=device),
+        union=torch.full(shape, -(-num_q_blocks // 2) * num_k_blocks, dtype=torch.int32, device=device),
     )
 
 
@@ -144,10 +155,9 @@ def launch_order(count: Tensor) -> Tensor:
     """
     if not count.is_cuda or count.numel() == 0:
         return naive_launch_order(count)
-    from .lists_kernel import triton_order_keys
+    from .lists_kernel import triton_launch_order
 
-    keys = triton_order_keys(count.contiguous(), _multiprocessors(count.device), _SHARES)
-    return torch.sort(keys, descending=True, stable=True).indices.int()
+    return triton_launch_order(count.contiguous(), _multiprocessors(count.device), _SHARES)
 
 
 def naive_launch_order(count: Tensor) -> Tensor:
@@ -184,17 +194,37 @@ def _index_dtype(num_columns: int) -> torch.dtype:
     return torch.int16 if num_columns <= _INT16_COLUMNS else torch.int32
 
 
-def _full_heads(count: Tensor, num_columns: int) -> Tensor:
-    return (count == num_columns).all(-1)
-
-
-def _compact(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    if not blocks.is_cuda:
-        return _naive_compact(blocks)
+def _make(blocks: Tensor, *, rows: bool, columns: bool) -> dict[str, Tensor]:
+    """Fields of `BlockLists` that belong to rows and to columns."""
+    if not blocks.is_cuda or blocks.numel() == 0:
+        return _naive_make(blocks, rows=rows, columns=columns)
     # Triton is imported where it runs only: the package works without it, and importing it takes a second.
-    from .lists_kernel import triton_compact
+    from .lists_kernel import triton_build_lists
 
-    return triton_compact(blocks, _index_dtype(blocks.shape[3]))
+    return triton_build_lists(
+        blocks,
+        _index_dtype(blocks.shape[3]),
+        _index_dtype(blocks.shape[2]),
+        _multiprocessors(blocks.device),
+        _SHARES,
+        rows=rows,
+        columns=columns,
+    )
+
+
+def _naive_make(blocks: Tensor, *, rows: bool, columns: bool) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = {}
+    if rows:
+        count, index = _naive_compact(blocks)
+        made |= {"count": count, "index": index, "order": naive_launch_order(count)}
+        made["full"] = (count == blocks.shape[3]).all(-1)
+        num_pairs = blocks.shape[2] // 2
+        shared = blocks[:, :, 0 : 2 * num_pairs : 2] & blocks[:, :, 1::2]
+        made["union"] = (count.sum(-1) - shared.sum((2, 3))).int()
+    if columns:
+        count, index = _naive_compact(blocks.transpose(2, 3))
+        made |= {"t_count": count, "t_index": index, "t_order": naive_launch_order(count)}
+    return made
 
 
 def _naive_compact(blocks: Tensor) -> tuple[Tensor, Tensor]:

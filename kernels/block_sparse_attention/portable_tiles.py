@@ -213,8 +213,8 @@ def tile_source(x: Tensor, rows: int, use_tma: bool) -> object:
     # The stride of a dim of size 1 is arbitrary in PyTorch; the descriptor wants one that is aligned.
     batch, seqlen, heads, dim = x.shape
     strides = [x.stride(i) if x.shape[i] > 1 else dim for i in (0, 2, 1)]
-    # Tokens next to the head dim, so that a tile is one box of rows as the products want it. Described as [B, S, H, D] it
-    # has to be rearranged, and on an H200 (triton 3.6) dK and dV then came out wrong, by 1 to 98 %.
+    # Tokens next to the head dim, so that a tile is one box of rows as the products want it. Described as [B, S, H, D]
+    # it has to be rearranged, and on an H200 (triton 3.6) dK and dV then came out wrong, by 1 to 98 %.
     return TensorDescriptor(x, [batch, heads, seqlen, dim], [*strides, 1], [1, 1, rows, padded_dim(dim)])
 
 

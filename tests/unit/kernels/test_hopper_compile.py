@@ -86,7 +86,12 @@ def _forward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any]
     tile = [1, 1, 64, config.dim]
     keys = _descriptor(variant.dtype, [1, 1, variant.block_k, config.dim])
     types = {"q_desc": _descriptor(variant.dtype, tile), "k_desc": keys, "v_desc": keys, "lse": "*fp32", "sc2": "fp32"}
-    types |= {"out": "*fp32"} if variant.resume else {"out_desc": _descriptor(variant.dtype, tile)}
+    types["next_tile"] = "*i32"
+    if variant.resume:
+        state = gl.NVMMASharedLayout.get_default_for(tile, gl.float32)
+        types |= {"out": "*fp32", "state_desc": _descriptor("fp32", tile, state)}
+    else:
+        types["out_desc"] = _descriptor(variant.dtype, tile)
     types |= {"kv_index": "*i64"} if variant.kv_index else {}
     types |= {"q_range": "*i32"} if variant.q_range else {}
     constants = {
@@ -95,6 +100,7 @@ def _forward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any]
         "KB": variant.block_k,
         "NB": config.blocks_per_tile,
         "NWG": config.num_consumers,
+        "NQ": config.num_q_stages,
         "NSLOT": config.num_slots,
         "SHARED": variant.shared,
     }

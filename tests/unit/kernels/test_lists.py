@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,13 +24,10 @@ from dbsp_megatron.kernels.block_sparse_attention.lists import (
     naive_launch_order,
 )
 from tests.harness import run_ranks
-from tests.reference import random_blocks
+from tests.reference import nan_filled_memory, random_blocks
 
 # batch, heads, q-blocks, k-blocks; every kind of head of `random_blocks` (dense, empty rows, hot columns), odd sizes.
 SHAPES = [(1, 5, 19, 131), (2, 3, 33, 257), (3, 1, 70, 17), (1, 1, 1, 1), (1, 2, 3, 1343), (2, 5, 128, 16)]
-
-# The interpreter takes a millisecond for an operation on a tile.
-INTERPRETER_SHAPES = [(1, 5, 19, 131), (2, 3, 17, 30), (1, 1, 1, 1), (1, 1, 2, 1343)]
 
 
 def _views(shape: tuple[int, int, int, int]) -> dict[str, Tensor]:
@@ -115,7 +121,7 @@ def test_launch_order_starts_long_rows_then_goes_head_by_head() -> None:
 def test_dense_lists_equal_those_of_a_dense_mask() -> None:
     got = dense_lists(2, 3, 5, 1100, "cpu")
     want = build_lists(torch.ones((2, 3, 5, 1100), dtype=torch.bool), transpose=True)
-    for name in ("count", "t_count", "full", "order", "t_order"):
+    for name in FIELDS:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert got.index.untyped_storage().nbytes() < 100
     assert got.index.shape == want.index.shape
@@ -128,22 +134,116 @@ def test_build_lists_refuses_what_is_no_mask(blocks: Tensor) -> None:
             build(blocks, transpose=False)
 
 
-def _run_interpreter(rank: int, world_size: int) -> list[str]:
-    from dbsp_megatron.kernels.block_sparse_attention.lists_kernel import triton_compact, triton_order_keys
+def test_union_counts_blocks_of_either_row_of_a_pair() -> None:
+    blocks = torch.zeros((1, 5, 5, 6), dtype=torch.bool)
+    blocks[0, 0, :4, 1:3] = True  # neighbours alike
+    blocks[0, 1, 0::2, :3] = blocks[0, 1, 1::2, 3:] = True  # no block shared; row 4 is alone
+    blocks[0, 2, 0, :4] = blocks[0, 2, 1, 3:5] = True
+    blocks[0, 3] = True
+    lists = build_lists(blocks, transpose=False)
+    assert lists.union is not None
+    assert lists.union.dtype == torch.int32
+    assert lists.union.tolist() == [[4, 15, 5, 18, 0]]
+    want = torch.tensor([[1.0, (2 * 12 + 3) / 15, 2 * 5 / 6, 1.0, 1.0]])
+    torch.testing.assert_close(lists.union_factor(), want)
+    assert lists.union_factor().dtype == torch.float32
 
+
+def test_union_factor_of_single_rows_and_dense_lists_is_one() -> None:
+    blocks = random_blocks(11, 2, 5, 1, 9)
+    torch.testing.assert_close(build_lists(blocks, transpose=False).union_factor(), torch.ones(2, 5))
+    for num_q in (4, 5):
+        torch.testing.assert_close(dense_lists(2, 3, num_q, 7, "cpu").union_factor(), torch.ones(2, 3))
+
+
+def test_union_factor_refuses_lists_without_union() -> None:
+    lists = replace(build_lists(random_blocks(3, 1, 2, 3, 4), transpose=False), union=None)
+    with pytest.raises(ValueError, match="lists must have `union`"):
+        lists.union_factor()
+
+
+def _interpreter_masks() -> dict[str, Tensor]:
+    """Few blocks each: the interpreter takes some 0.1 ms for an operation on a tile."""
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.rand((1, 2, 37, 67), generator=generator)
+    heavy = noise < 0.1
+    heavy[0, 1, 29] = True
+    heavy[0, 0, :, 41] = True
+    ties = torch.zeros((2, 3, 17, 14), dtype=torch.bool)
+    ties[:, :, :, ::3] = True
+    ties[0, 1, 4:9] = False
+    first = random_blocks(7, 1, 5, 19, 65)
+    return {
+        "every kind of head": first,
+        "heavy row and column": heavy,
+        "ties": ties,
+        "32 bit": torch.rand((1, 1, 2, 130), generator=generator) < 0.3,
+        "one block": torch.ones((1, 1, 1, 1), dtype=torch.bool),
+        "one column": noise[:1, :1, :, :1] < 0.5,
+        "all dense": torch.ones((1, 2, 18, 33), dtype=torch.bool),
+        "all empty": torch.zeros((1, 2, 18, 33), dtype=torch.bool),
+        "transposed": (noise[:, :1] < 0.3).transpose(2, 3),
+        "every second column": first[:, 1:3, 2:, 1::2],
+        "shared by heads": first[:, 1:2],
+        "expanded": ties[1:, :1, :5].expand(2, 2, -1, -1),
+        "bytes other than one": (first[:, 2:4].to(torch.uint8) * 6).view(torch.bool),
+    }
+
+
+FIELDS = ("count", "order", "full", "union", "t_count", "t_order")
+
+
+def check_lists_equal(got: BlockLists, want: BlockLists) -> list[str]:
+    """Names of fields that differ; of the lists only what is valid counts."""
     faults = []
-    for shape in INTERPRETER_SHAPES:
-        for name, blocks in _views(shape).items():
-            for direction in (blocks, blocks.transpose(2, 3)):
-                want = naive_build_lists(direction, transpose=False)
-                count, index = triton_compact(direction, want.index.dtype)
-                valid = torch.arange(direction.shape[3]) < count[..., None]
-                same = torch.equal(count, want.count) and torch.equal(index[valid], want.index[valid])
-                if not same:
-                    faults.append(f"lists {shape} {name}")
-                keys = triton_order_keys(count, 132, 10)
-                if not torch.equal(torch.sort(keys, descending=True, stable=True).indices.int(), want.order):
-                    faults.append(f"order {shape} {name}")
+    for name in FIELDS:
+        x, y = getattr(got, name), getattr(want, name)
+        if (x is None) != (y is None) or (x is not None and (x.dtype != y.dtype or not torch.equal(x, y))):
+            faults.append(name)
+    for name, count in (("index", want.count), ("t_index", want.t_count)):
+        x, y = getattr(got, name), getattr(want, name)
+        if count is None:
+            continue
+        valid = torch.arange(y.shape[3], device=y.device) < count[..., None]
+        if x.dtype != y.dtype or not x.is_contiguous() or not torch.equal(x[valid], y[valid]):
+            faults.append(name)
+    return faults
+
+
+def _run_interpreter(rank: int, world_size: int) -> list[str]:
+    from dbsp_megatron.kernels.block_sparse_attention import lists, lists_kernel
+    from tests.unit.kernels.interpreter import prepare
+
+    prepare()
+    masks = _interpreter_masks()
+    # On a small device few rows are long; with the small tiles of a large mask every loop goes round several times.
+    small, usual = (1, 7), (132, 10)
+    tiles = {"_RANK_PROGRAMS": 2, "_CHUNK": 8, "_HEADS": 4}
+    runs: list[tuple[str, tuple[int, int], dict[str, int]]] = [(name, usual, {}) for name in masks]
+    runs += [("heavy row and column", small, {}), ("every second column", small, tiles), ("ties", small, tiles)]
+    faults = []
+    for name, sizes, constants in runs:
+        blocks = masks[name]
+        types = (torch.int32 if name == "32 bit" else torch.int16, torch.int16)
+        with (
+            mock.patch.object(lists, "_multiprocessors", lambda _, n=sizes[0]: n),
+            mock.patch.object(lists, "_SHARES", sizes[1]),
+            ExitStack() as stack,
+            nan_filled_memory(),
+        ):
+            for constant, value in constants.items():
+                stack.enter_context(mock.patch.object(lists_kernel, constant, value))
+            want = naive_build_lists(blocks, transpose=True)
+            want = replace(want, index=want.index.to(types[0]))
+            make = partial(lists_kernel.triton_build_lists, blocks, *types, *sizes)
+            made = {"together": make(rows=True, columns=True)}
+            if name in ("ties", "one column", "32 bit"):
+                made["apart"] = make(rows=True, columns=False) | make(rows=False, columns=True)
+                if not torch.equal(lists_kernel.triton_launch_order(want.count, *sizes), want.order):
+                    faults.append(f"{name} {sizes}: launch order alone")
+            for kind, fields in made.items():
+                found = check_lists_equal(BlockLists(**fields), want)
+                faults += [f"{name} {sizes} {constants} {kind}: {fault}" for fault in found]
     return faults
 
 
@@ -152,3 +252,70 @@ def test_triton_lists_equal_twin_in_interpreter() -> None:
     pytest.importorskip("triton", reason="needs triton")
     faults = run_ranks(_run_interpreter, 1, env={"TRITON_INTERPRET": "1"}, backend=None, timeout_s=200)[0]
     assert not faults, faults
+
+
+@pytest.mark.parametrize("kind", ["16 bit", "32 bit", "column stride", "order"])
+def test_list_kernels_compile_for_sm_90_with_neighbours_side_by_side(kind: str) -> None:
+    """No spills; neighbouring threads read neighbouring columns and write neighbours in a list, without a detour."""
+    triton = pytest.importorskip("triton", reason="needs triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dbsp_megatron.kernels.block_sparse_attention import lists_kernel
+
+    kernel = lists_kernel._order_kernel if kind == "order" else lists_kernel._compact_kernel
+    constants: dict[str, object] = {
+        "UNIT": kind != "column stride",
+        "ROWS": lists_kernel._TILE_ROWS,
+        "COLUMNS": lists_kernel._TILE_COLUMNS,
+        "GROUPS": lists_kernel._GROUPS,
+    }
+    if kind == "order":
+        constants = {
+            "ROWS": lists_kernel._RANKED,
+            "CHUNK": lists_kernel._CHUNK,
+            "HEADS": lists_kernel._HEADS,
+            "LIST_ROWS": lists_kernel._TILE_ROWS,
+        }
+    index = "*i32" if kind == "32 bit" else "*i16"
+    types = {"blocks_ptr": "*u1", "full_ptr": "*u1", "index_ptr": index, "t_index_ptr": index}
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    signature, attributes = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        if name not in plain:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): x for name, x in constants.items()},
+        attrs=attributes,
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert compiled.metadata.shared <= 2048
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [tool, "-res-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    assert int(found[1]) <= 176, usage
+    assert int(found[2]) == 0, usage
+    if kind == "order":
+        return
+    # Stores of list entries are one entry wide, whatever the compiler was told of their places.
+    wide = re.findall(r"st\.global\.v\d\S*", compiled.asm["ptx"])
+    assert not wide, wide
+    code = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"#(blocked\d*) = .*threadsPerWarp = (\[[\d, ]+\])", code))
+    tile = r"tt\.{} .*tensor<(\d+)x\d+x32x.*#(blocked\d*)>"
+    lists = {(int(lines), layouts[layout]) for lines, layout in re.findall(tile.format("store"), code)}
+    assert lists == {(lists_kernel._TILE_ROWS // 2, "[1, 1, 32]"), (lists_kernel._TILE_COLUMNS, "[1, 1, 32]")}
+    if kind != "column stride":
+        reads = {(int(lines), layouts[layout]) for lines, layout in re.findall(tile.format("load"), code)}
+        assert reads == {(lists_kernel._TILE_ROWS // 2, "[1, 1, 32]"), (lists_kernel._TILE_COLUMNS, "[32, 1, 1]")}
