@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron import BlockMask
-from dbsp_megatron.attention.engines import Engine
+from dbsp_megatron.attention.engines import AttentionClass, BlockPattern, Engine
 from dbsp_megatron.comm.collectives import RingHop
+from dbsp_megatron.kernels.block_sparse_attention import output_delta
 from dbsp_megatron.parallel_state import factorisations
 from dbsp_megatron.plan import Workload, block_homes, plan_workload
 
@@ -139,6 +140,22 @@ class LaunchShape:
     num_blocks: int
     """Blocks of the sequence, on both sides of the mask."""
 
+    def attention_class(self, device: torch.device) -> AttentionClass:
+        """What an engine for these launches is chosen by."""
+        return AttentionClass(
+            device=device,
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            block_size_q=self.block_size_q,
+            block_size_k=self.block_size_k,
+            grouped=False,
+            batch_masks=False,
+            backward=True,
+            deterministic=False,
+            resume=False,
+        )
+
 
 @dataclass(frozen=True)
 class TimedLaunch:
@@ -217,12 +234,15 @@ def _launches(
     engine: Engine, mask: Tensor, inputs: Sequence[Tensor], shape: LaunchShape
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     q, k, v, dout = inputs
-    how = (mask, shape.block_size_q, shape.block_size_k, shape.head_dim**-0.5)
-    out, lse = engine.forward(q, k, v, *how)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
+    pattern = BlockPattern(mask, shape.block_size_q, shape.block_size_k)
+    # Index lists are made here, once, as they are kept with a plan.
+    pattern.lists(transpose=True)
+    scale = shape.head_dim**-0.5
+    out, lse = engine.forward(q, k, v, pattern, scale)
+    delta = output_delta(out, dout)
     return (
-        lambda: engine.forward(q, k, v, *how),
-        lambda: engine.backward(q, k, v, dout, lse, delta, *how),
+        lambda: engine.forward(q, k, v, pattern, scale),
+        lambda: engine.backward(q, k, v, dout, lse, delta, pattern, scale, out=out),
     )
 
 

@@ -184,6 +184,23 @@ def _fit_kernel(
     return [(rate, held_out_error(case, rate, timed[len(DESIGN) :])) for rate in fitted]
 
 
+def _choose(name: str, shape: LaunchShape, ranks: Ranks) -> Engine:
+    """The engine of a shape, the same on all ranks; collective.
+
+    Raises:
+        ValueError: on every rank: it does not run on some rank, or ranks would take different ones.
+    """
+    engine, problem = None, None
+    try:
+        engine = choose_engine(name, shape.attention_class(ranks.device))
+    except ValueError as error:
+        problem = str(error)
+    agree("kernels", problem, {"attention engine": digest_int(engine.name) if engine else 0}, ranks.group)
+    if engine is None:
+        raise ValueError(problem)
+    return engine
+
+
 def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list[HeldOut], list[str]]:
     """Rates of both directions of everything in `config`, their errors on held-out masks, and a report; collective.
 
@@ -196,7 +213,7 @@ def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list
     fits = [("engine", "direction", "alpha us/block", "beta us/row", "gamma us", "R^2", "max residual")]
     checks = [("held-out mask", "direction", "dense blocks", "measured us", "predicted us", "error")]
     for name, (dtype, shape) in product(config.engines, config.shapes()):
-        engine = choose_engine(name, ranks.device)
+        engine = _choose(name, shape, ranks)
         case = f"{engine.name} {dtype} D{shape.head_dim} {shape.block_size_q}x{shape.block_size_k}"
         timed, found = _until_it_fits(
             case,

@@ -6,36 +6,13 @@ Dims: B batch, Sq/Sk tokens, H query heads, Hkv key/value heads, D/Dv head dims.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from dbsp_megatron.attention.engines import Engine, choose_engine
+from dbsp_megatron.attention.custom_op import attend
+from dbsp_megatron.attention.engines import check_engine
 from dbsp_megatron.block_mask import BlockMask
-
-
-class _BlockSparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, engine: Engine
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = engine.forward(q, k, v, mask.blocks, mask.block_size_q, mask.block_size_k, scale)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, mask.blocks)
-        ctx.mask, ctx.scale, ctx.engine = mask, scale, engine
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, blocks = ctx.saved_tensors
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2) - dlse
-        dq, dk, dv = ctx.engine.backward(
-            q, k, v, dout, lse, delta, blocks, ctx.mask.block_size_q, ctx.mask.block_size_k, ctx.scale
-        )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -67,7 +44,8 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return float(head_dim**-0.5)
-    if isinstance(scale, Tensor) or not math.isfinite(scale):
+    # Not math.isfinite: a compiler may know the number as a symbol only.
+    if isinstance(scale, Tensor) or not -math.inf < scale < math.inf:
         got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise ValueError(f"scale must be a finite number, got {got}: multiply q by a learned scale instead")
     return float(scale)
@@ -81,8 +59,13 @@ def block_sparse_attention(
     scale: float | None = None,
     return_lse: bool = True,
     engine: str = "auto",
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor] | Tensor:
     """Softmax attention over the token pairs that `mask` keeps, on one device, with gradients.
+
+    Works under torch.compile (one operator, no graph break) and activation checkpointing. Index lists of a mask are
+    made once while its tensor lives: keep a mask on q's device and pass the same one again. Writing to it between
+    forward and backward raises. There are no second derivatives.
 
     Args:
         q: [B, Sq, H, D], any strides.
@@ -91,15 +74,18 @@ def block_sparse_attention(
         mask: blocks to compute, H heads, lengths Sq and Sk; moved to q's device if it is elsewhere.
         scale: softmax scale, default D ** -0.5.
         return_lse: also return lse.
-        engine: "auto" or "torch".
+        engine: a name of `ENGINES`; "auto" takes the fastest that can run the call.
+        deterministic: gradients must repeat bitwise; None: if `torch.use_deterministic_algorithms` is on when they are
+            computed.
 
     Returns:
         out [B, Sq, H, Dv] in q's dtype and, if asked, lse fp32 (fp64 for fp64 inputs) [B, H, Sq], natural log. An
         empty row has out 0, lse -inf and zero gradients. Gradients flow through both.
 
     Raises:
-        ValueError: inputs and mask do not fit together.
+        ValueError: inputs and mask do not fit together, or the named engine cannot run this.
     """
+    check_engine(engine)
     check_qkv(q, k, v)
     if not isinstance(mask, BlockMask):
         raise ValueError(
@@ -110,11 +96,13 @@ def block_sparse_attention(
         raise ValueError(f"mask has {mask.num_heads} heads, q has {q.shape[2]}: give one pattern per query head")
     if mask.batch_size not in (1, q.shape[0]):
         raise ValueError(f"mask has batch size {mask.batch_size}, q has {q.shape[0]}: use 1 or {q.shape[0]}")
-    if (mask.seqlen_q, mask.seqlen_k) != (q.shape[1], k.shape[1]):
+    # Compared in a compiled graph, lengths of the mask would tie it to one length of q. The operator compares blocks.
+    if not torch.compiler.is_compiling() and (mask.seqlen_q, mask.seqlen_k) != (q.shape[1], k.shape[1]):
         raise ValueError(
             f"mask is for seqlen_q={mask.seqlen_q}, seqlen_k={mask.seqlen_k}, q has {q.shape[1]} tokens and "
             f"k {k.shape[1]}: pass seqlen_q={q.shape[1]}, seqlen_k={k.shape[1]} to BlockMask"
         )
     scale = softmax_scale(scale, q.shape[-1])
-    out, lse = _BlockSparseAttention.apply(q, k, v, mask.to(q.device), scale, choose_engine(engine, q.device))
+    blocks = mask.to(q.device).blocks
+    out, lse = attend(q, k, v, blocks, mask.block_size_q, mask.block_size_k, scale, engine, deterministic)
     return (out, lse) if return_lse else out

@@ -40,7 +40,7 @@ class SequenceParallelConfig:
     """Tokens per layout block, and per block of a mask method."""
 
     engine: str = "auto"
-    """Attention engine: auto or torch."""
+    """Attention engine: auto, torch, triton, flash_attn_4, cudnn or flex."""
 
     plan_counts: str = "previous"
     """Counts that plan a dynamic mask: previous (of the step before, no wait) or current."""

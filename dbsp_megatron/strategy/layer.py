@@ -6,15 +6,17 @@ Dims: B batch, s tokens of this rank, H/Hkv heads, D head dim, nb/N blocks of th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dbsp_megatron.attention.engines import Engine
+from dbsp_megatron.attention.engines import BlockPattern, Engine
 from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, to_owners
+from dbsp_megatron.attention.pattern_cache import PatternCache
 from dbsp_megatron.attention.ring import RingAttention, RingWork
 from dbsp_megatron.attention.work import Geometry, WorkIndex
 from dbsp_megatron.block_mask import BlockMask
@@ -102,6 +104,7 @@ class LayerRunner:
         self.calibrator = LayoutCalibrator(mesh.ulysses_degree, mesh.ring_degree)
         self._counts: OrderedDict[Hashable, object] = OrderedDict()
         self._work: OrderedDict[Hashable, object] = OrderedDict()
+        self._patterns = PatternCache()
 
     def run(
         self, call: LayerCall | None, problem: str | None, layer: int, step: int, records: StepRecords
@@ -228,28 +231,43 @@ class LayerRunner:
         geometry = Geometry(self.mesh.rank, layout.seqlen, heads, kv_heads, size_q, size_k, homes)
         index = self._work_index(plan, geometry, "tokens", device, layout.key)
         exchange = self._exchange(index)
+        patterns: Sequence[BlockPattern]
         if isinstance(rows, BlockMask):
-            mine = rows.to(device).blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks)
+            blocks = rows.to(device).blocks
+            # One set of lists serves forward, recompute, backward and later steps with this mask and plan.
+            patterns = self._patterns.find_or_make(
+                (rows.digest, plan.digest, layout.key),
+                device,
+                lambda: self._step_patterns(
+                    blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks), index, size_q, size_k
+                ),
+            )
         else:
-            mine = self._rows_to_owners(call, plan, rows)
+            patterns = self._step_patterns(self._rows_to_owners(call, plan, rows), index, size_q, size_k)
+        q, k, v = ToOwners.apply(q, call.k, call.v, index.q_side, index.kv_side, exchange)
         work = RingWork(
-            step_blocks=[
-                mine.index_select(3, index.kv_chunks[(self.mesh.ring_rank - step) % self.mesh.ring_degree])
-                for step in range(self.mesh.ring_degree)
-            ],
+            step_patterns=patterns,
             chunk_tokens=index.chunk_tokens,
             ring_rank=self.mesh.ring_rank,
             group=self.mesh.ring_group,
-            block_size_q=size_q,
-            block_size_k=size_k,
             scale=call.scale,
-            kv_index=index.kv_index,
+            kv_index=None if self._heads_in_order(plan, heads // kv_heads) else index.kv_index,
             engine=call.engine,
             traffic=self.traffic,
         )
-        q, k, v = ToOwners.apply(q, call.k, call.v, index.q_side, index.kv_side, exchange)
         out = RingAttention.apply(q, k, v, work)
         return cast(Tensor, ToHomes.apply(out, index.q_side, layout.num_local, heads, exchange))
+
+    def _step_patterns(self, mine: Tensor, index: WorkIndex, size_q: int, size_k: int) -> list[BlockPattern]:
+        """Mask [B or 1, h, q-blocks here, N] by ring step: the k-blocks of the chunk that is here then."""
+        degree = self.mesh.ring_degree
+        chunks = (index.kv_chunks[(self.mesh.ring_rank - step) % degree] for step in range(degree))
+        return [BlockPattern(mine.index_select(3, chunk), size_q, size_k) for chunk in chunks]
+
+    def _heads_in_order(self, plan: PartitionPlan, groups: int) -> bool:
+        """Whether the query heads here share their kv heads in equal runs, so that no table need say which is whose."""
+        heads = np.flatnonzero(plan.head_owner == self.mesh.rank % self.mesh.ulysses_degree)
+        return len(set(np.unique(heads // groups, return_counts=True)[1])) <= 1
 
     def _rows_to_owners(self, call: LayerCall, plan: PartitionPlan, rows: Tensor) -> Tensor:
         """Mask rows follow their q-blocks and heads: bool [B, H, nb, N] -> [B, h, q-blocks here, N]."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.attention.api import check_qkv, softmax_scale
-from dbsp_megatron.attention.engines import check_engine, choose_engine
+from dbsp_megatron.attention.engines import Engine, attention_class, check_engine, choose_engine
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.masks import MaskMethod
@@ -250,11 +251,11 @@ class SequenceParallel:
             self._check(q, k, v, mask, layout)
             if not isinstance(layer, int) or layer < 0:
                 raise ValueError(f"layer must be an integer >= 0, got {layer!r}")
-            engine = choose_engine(self.config.engine, q.device)
             scale = softmax_scale(scale, q.shape[-1])
             if mask is None:
                 size = layout.block_size
                 mask = BlockMask.dense(q.shape[2], layout.seqlen, block_size_q=size, block_size_k=size)
+            engine = self._choose_engine(q, k, v, mask, layout)
             call = LayerCall(q, k, v, mask, layer, step, layout, scale, grid, engine)
         except ValueError as error:
             problem = str(error)
@@ -262,6 +263,24 @@ class SequenceParallel:
         if call is not None and (isinstance(rows, BlockMask) or rows.numel() <= _KEPT_ROWS):
             self._rows[layer] = (rows, call.layout, plan)
         return out
+
+    def _choose_engine(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod, layout: TokenLayout
+    ) -> Engine:
+        """One engine for all steps of a layer's call and their backward pass, from what is alike on all ranks."""
+        sizes, batch_masks = (layout.block_size, layout.block_size), q.shape[0] > 1
+        if isinstance(mask, BlockMask):
+            sizes, batch_masks = (mask.block_size_q, mask.block_size_k), mask.batch_size > 1
+        backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        attention = attention_class(
+            *(q, k, v),
+            *sizes,
+            batch_masks=batch_masks,
+            backward=backward,
+            deterministic=backward and torch.are_deterministic_algorithms_enabled(),
+            resume=self.ring_degree > 1,
+        )
+        return choose_engine(self.config.engine, attention)
 
     def stats(self) -> dict[str, float | int | str]:
         """Numbers of the current step: means over layers, sums of bytes and time of this rank."""

@@ -42,6 +42,20 @@ def tile_of_program(order, pid, num_heads, list_heads, num_list_rows, num_blocks
 
 
 @gluon.jit
+def send(work, i, value):
+    """Put a number where `received` finds it once a barrier that the sender (one warp) then arrives at has turned."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    work.index(i).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def received(work, i):
+    """Number i that the producer sent, in a warpgroup."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(work.index(i).load(one), axis=0)
+
+
+@gluon.jit
 def list_row(entry, head, block, list_batch, list_heads, num_blocks, SHARED: gl.constexpr):
     """Row of the lists that belongs to a block of a head; dims of size 1 are shared."""
     if SHARED:

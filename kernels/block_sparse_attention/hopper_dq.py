@@ -25,6 +25,7 @@ def prepare_kernel(
     lse2_ptr,
     delta2_ptr,
     sums_ptr,
+    next_tile_ptr,
     seqlen,
     padded,
     num_heads,
@@ -38,9 +39,12 @@ def prepare_kernel(
 ):
     """Make lse in log2 units and delta for 64 rows of a head, with `padded` rows a head, and zeros for the sums of dQ.
 
-    Rows beyond the sequence and rows without keys get lse +inf, so that their weights are exactly 0, and delta 0.
+    The counter of tiles that the main kernel takes from is set to 0 as well. Rows beyond the sequence and rows without
+    keys get lse +inf, so that their weights are exactly 0, and delta 0.
     Launch grid: (padded / 64, B * H).
     """
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(next_tile_ptr, 0)
     row = tl.program_id(0) * 64 + tl.arange(0, 64)
     entry = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)

@@ -15,7 +15,8 @@ short or repeated, so only the first, peeled step masks.
 Launch grid: as many programs as run at once. Tiles: B * H * Nq in the order of `BlockLists.order`, repeated over heads
 or batch of shared lists.
 Shared memory: stages of 64 * D * 2 bytes of Q for each consumer (O leaves through them) and the slots of 128 * D * 2
-bytes, in all 224 KiB (q-block 128) or 112 KiB (64) at D = 128, 192 and 104 KiB at D = 64. D = 96 runs as 128 with zeros.
+bytes, in all 224 KiB (q-block 128) or 112 KiB (64) at D = 128, 160 and 104 KiB at D = 64. D = 96 runs as 128, padded
+with zeros.
 """
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
@@ -34,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, tile_of_program
+from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, received, send, tile_of_program
 from .hopper_launch import (
     LOG2E,
     check_call,
@@ -82,17 +83,9 @@ def _in_range(q_range, head, block):
 @gluon.jit
 def _send_work(work, stage, row, num_listed, last):
     """Tell the consumers of a q-block: its row of (entry, head, block), blocks in its list, and the last of them."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    work.index(stage * 3).store(gl.full([1], row, gl.int32, one))
-    work.index(stage * 3 + 1).store(gl.full([1], num_listed, gl.int32, one))
-    work.index(stage * 3 + 2).store(gl.full([1], last, gl.int32, one))
-
-
-@gluon.jit
-def _received(work, i):
-    """One number that the producer sent."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(work.index(i).load(one), axis=0)
+    send(work, stage * 3, row)
+    send(work, stage * 3 + 1, num_listed)
+    send(work, stage * 3 + 2, last)
 
 
 @gluon.jit
@@ -191,10 +184,10 @@ def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: 
     phase = 0
     q_phase = 0
     mbarrier.wait(q_full.index(w), 0)
-    q_block = _received(work, 0)
+    q_block = received(work, 0)
     while q_block >= 0:
-        num_listed = _received(work, stage * 3 + 1)
-        last = _received(work, stage * 3 + 2)
+        num_listed = received(work, stage * 3 + 1)
+        last = received(work, stage * 3 + 2)
         n = (num_listed + NB - 1) // NB
         entry_head = q_block // num_q
         entry = entry_head // num_heads
@@ -301,7 +294,7 @@ def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: 
             mbarrier.arrive(q_empty.index(stage), count=1)
         stage, q_phase = next_slot(stage, q_phase, NQ)
         mbarrier.wait(q_full.index(stage * NWG + w), q_phase)
-        q_block = _received(work, stage * 3)
+        q_block = received(work, stage * 3)
 
 
 @gluon.jit(do_not_specialize=[

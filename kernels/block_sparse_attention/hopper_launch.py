@@ -64,7 +64,7 @@ def backward_config(head_dim: int, block_size_q: int, block_size_k: int) -> Kern
         num_consumers=2 if wide else 1,
         block_size=block_size_q,
         blocks_per_tile=block_size_q // 64,
-        num_slots=2,
+        num_slots=3 if wide else 2,
         max_registers=168 if wide else 128,
     )
 

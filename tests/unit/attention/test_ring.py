@@ -1,53 +1,76 @@
-"""merge_states: joining two partial attentions of the same queries, empty ones included."""
+"""The ring of one rank: what it hands to its engine, and that it takes what the engine makes as it is."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dbsp_megatron.attention.ring import merge_states
-from tests.reference import FP64_ATOL, attention_reference, max_error, random_qkv
+from dbsp_megatron.attention.engines import BlockPattern
+from dbsp_megatron.attention.engines.torch_reference import TorchEngine
+from dbsp_megatron.attention.exchange import Traffic
+from dbsp_megatron.attention.ring import RingAttention, RingWork
+from tests.reference import FP32_ATOL, attention_gradients, expand_blocks, max_error, random_blocks, random_qkv
 
 
-def _empty() -> tuple[Tensor, Tensor]:
-    return torch.zeros(2, 5, 3, 8), torch.full((2, 3, 5), float("-inf"))
+class _Recorder(TorchEngine):
+    """Notes keyword arguments."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        self.seen.append(options)
+        return super().forward(*args, **options)
+
+    def backward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.seen.append(options)
+        return super().backward(*args, **options)
 
 
-def _some() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 3, 5, generator=generator) * 30
+def _work(engine: TorchEngine, blocks: Tensor, kv_index: Tensor | None = None) -> RingWork:
+    return RingWork(
+        step_patterns=[BlockPattern(blocks, 16, 16)],
+        chunk_tokens=[45],
+        ring_rank=0,
+        group=None,
+        scale=8**-0.5,
+        kv_index=kv_index,
+        engine=engine,
+        traffic=Traffic(),
+    )
 
 
-def test_merge_states_of_two_empty_states_is_empty() -> None:
-    """No -inf minus -inf: exactly output 0 and lse -inf (Trap B11)."""
-    out, lse = merge_states(*_empty(), *_empty())
-    assert torch.equal(out, _empty()[0])
-    assert torch.equal(lse, _empty()[1])
+@pytest.mark.parametrize("table", [False, True])
+def test_ring_attention_of_one_rank_is_attention(table: bool) -> None:
+    blocks = random_blocks(1, 2, 4, 3, 3)
+    q, k, v, dout = random_qkv(1, 2, 45, 4, 8, num_kv_heads=2)
+    want = attention_gradients(q, k, v, expand_blocks(blocks, 16, 16, 45, 45), dout)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    engine = _Recorder()
+    out = RingAttention.apply(*leaves, _work(engine, blocks, torch.tensor([0, 0, 1, 1]) if table else None))
+    got = (out, *torch.autograd.grad(out, leaves, dout))
+    for name, have in zip(("out", "dq", "dk", "dv"), got, strict=True):
+        assert max_error(have, getattr(want, name)) <= FP32_ATOL, name
+    assert "state" not in engine.seen[0]
+    assert torch.equal(engine.seen[1]["out"], out)
 
 
-def test_merge_states_with_an_empty_state_is_the_identity() -> None:
-    """Bitwise, in both orders (Trap B11)."""
-    for merged in (merge_states(*_empty(), *_some()), merge_states(*_some(), *_empty())):
-        assert torch.equal(merged[0], _some()[0])
-        assert torch.equal(merged[1], _some()[1])
-
-
-@pytest.mark.parametrize("kinds", [(_empty, _empty), (_empty, _some), (_some, _empty), (_some, _some)])
-def test_merge_states_has_finite_gradients(kinds: tuple[object, object]) -> None:
-    """Also where both states are empty (Trap B11)."""
-    leaves = [x.requires_grad_() for kind in kinds for x in kind()]  # type: ignore[operator]
-    out, lse = merge_states(*leaves)
-    loss = out.sin().sum() + lse.masked_fill(lse.isneginf(), 0.0).sum()
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    assert all(grad is None or bool(grad.isfinite().all()) for grad in grads)
-
-
-def test_merge_states_of_key_parts_is_attention_over_all_keys() -> None:
-    q, k, v, _ = random_qkv(1, 2, 5, 3, 8, seqlen_k=11, dtype=torch.float64)
-    want_out, want_lse = attention_reference(q, k, v, None)
-    out, lse = attention_reference(q, k[:, :2], v[:, :2], None)
-    for part in (slice(2, 3), slice(3, 11)):
-        out, lse = merge_states(out, lse, *attention_reference(q, k[:, part], v[:, part], None))
-    assert max_error(out, want_out) <= FP64_ATOL
-    assert max_error(lse, want_lse) <= FP64_ATOL
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ring_attention_asks_for_gradients_in_the_dtype_of_q(deterministic: bool) -> None:
+    """One rank sums nothing, so that kernels can write what the exchange sends; the switch counts when it runs."""
+    q, k, v, dout = random_qkv(1, 1, 45, 4, 8, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    engine = _Recorder()
+    out = RingAttention.apply(*leaves, _work(engine, random_blocks(1, 1, 4, 3, 3)))
+    # Not the public switch, which imports a compiler.
+    torch._C._set_deterministic_algorithms(deterministic)
+    try:
+        grads = torch.autograd.grad(out, leaves, dout)
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+    assert engine.seen[1]["dtype"] == torch.bfloat16
+    assert engine.seen[1]["deterministic"] == deterministic
+    assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}

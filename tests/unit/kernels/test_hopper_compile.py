@@ -86,7 +86,6 @@ def _forward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any]
     tile = [1, 1, 64, config.dim]
     keys = _descriptor(variant.dtype, [1, 1, variant.block_k, config.dim])
     types = {"q_desc": _descriptor(variant.dtype, tile), "k_desc": keys, "v_desc": keys, "lse": "*fp32", "sc2": "fp32"}
-    types["next_tile"] = "*i32"
     if variant.resume:
         state = gl.NVMMASharedLayout.get_default_for(tile, gl.float32)
         types |= {"out": "*fp32", "state_desc": _descriptor("fp32", tile, state)}
@@ -139,7 +138,9 @@ def compile_variant(variant: Variant) -> Usage:
     """Compile for sm_90; arguments without a type here and no constant are sizes and strides, or absent tensors."""
     kernel = backward_kernel if variant.backward else forward_kernel
     types, constants, registers = (_backward_arguments if variant.backward else _forward_arguments)(variant)
-    types |= {"count": "*i32", "order": "*i32"} | ({"index": f"*{variant.index}"} if variant.listed else {})
+    types |= {"count": "*i32", "order": "*i32", "next_tile": "*i32"} | (
+        {"index": f"*{variant.index}"} if variant.listed else {}
+    )
     sizes = {param.name for param in kernel.params if param.do_not_specialize}
     types |= dict.fromkeys(sizes, "i32")
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}

@@ -92,6 +92,7 @@ def test_reserved_policies_say_that_they_are_missing(given: dict[str, Any]) -> N
         {"replan_gain": float("nan")},
         {"plan_counts": "next"},
         {"engine": "cuda"},
+        {"engine": "triton"},
     ],
 )
 def test_wrong_settings_name_key_and_value(given: dict[str, Any]) -> None:

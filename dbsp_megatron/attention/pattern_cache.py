@@ -1,0 +1,130 @@
+"""Block patterns that are kept from call to call, so that their index lists are made once."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.attention.engines import BlockPattern
+
+_MAX_BLOCKS = 1 << 28
+"""Blocks of all kept patterns; the lists of both directions take 4 bytes a block, 1 GiB in all."""
+
+
+class PatternCache:
+    """Patterns by key; those unused for longest are dropped when all together exceed a number of blocks.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._entries: OrderedDict[Hashable, Sequence[BlockPattern]] = OrderedDict()
+        # Weak references of masks may call `drop` while this thread is inside.
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Hashable) -> Sequence[BlockPattern] | None:
+        """Patterns kept under a key."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def keep(self, key: Hashable, patterns: Sequence[BlockPattern]) -> None:
+        """Keep patterns; a single entry is kept whatever its size."""
+        with self._lock:
+            self._entries.pop(key, None)
+            self._entries[key] = patterns
+            while len(self._entries) > 1 and sum(map(_num_blocks, self._entries.values())) > self._max_blocks:
+                self._entries.popitem(last=False)
+
+    def find_or_make(
+        self, key: Hashable, device: torch.device, make: Callable[[], Sequence[BlockPattern]]
+    ) -> Sequence[BlockPattern]:
+        """Patterns for the current stream of a device, made and kept under a key if there are none."""
+        stream = _stream(device)
+        if stream is None:
+            return make()
+        found = self.find((key, device, stream))
+        if found is None:
+            found = make()
+            self.keep((key, device, stream), found)
+        return found
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a key, if it is there."""
+        with self._lock:
+            self._entries.pop(key, None)
+
+
+def _stream(device: torch.device) -> int | None:
+    """The stream that owns what is made now, as no other stream waits for it.
+
+    None under graph capture: what is "made" then comes into being on replay.
+    """
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _num_blocks(patterns: Sequence[BlockPattern]) -> int:
+    return sum(pattern.blocks.numel() for pattern in patterns)
+
+
+@dataclass(eq=False)
+class _MaskPattern(BlockPattern):
+    """Pattern of a mask tensor as it was at one version; holds its memory, not the tensor."""
+
+    mask: weakref.ref[Tensor] = field(kw_only=True)
+    version: int = field(kw_only=True)
+
+
+class MaskPatterns:
+    """Patterns of mask tensors, found again while the same tensor is alive and was not written to."""
+
+    def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
+        self._cache = PatternCache(max_blocks)
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def pattern(self, blocks: Tensor, block_size_q: int, block_size_k: int) -> BlockPattern:
+        """Pattern of a mask for a call on the current stream.
+
+        Args:
+            blocks: bool [B or 1, H, Nq, Nk]. An inference tensor is new every time, as nothing tells that it was
+                written to.
+            block_size_q: tokens per q-block.
+            block_size_k: tokens per k-block.
+        """
+        stream = _stream(blocks.device)
+        if stream is None or blocks.is_inference():
+            return BlockPattern(blocks, block_size_q, block_size_k)
+        key = (id(blocks), block_size_q, block_size_k, stream)
+        found = self._cache.find(key)
+        if found is not None:
+            (pattern,) = found
+            if isinstance(pattern, _MaskPattern) and pattern.mask() is blocks and pattern.version == blocks._version:
+                return pattern
+        pattern = _MaskPattern(
+            # An alias, or the cache would keep the tensor alive that its reference waits to see die.
+            blocks.detach(),
+            block_size_q,
+            block_size_k,
+            mask=weakref.ref(blocks, lambda _: self._cache.drop(key)),
+            version=blocks._version,
+        )
+        self._cache.keep(key, (pattern,))
+        return pattern
