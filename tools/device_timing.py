@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dbsp_megatron import BlockMask
 from dbsp_megatron.attention.engines import AttentionClass, BlockPattern, Engine
-from dbsp_megatron.comm.collectives import RingHop
+from dbsp_megatron.comm.collectives import PeerSwap
 from dbsp_megatron.kernels.block_sparse_attention import output_delta
 from dbsp_megatron.parallel_state import factorisations
 from dbsp_megatron.plan import Workload, block_homes, plan_workload
@@ -280,7 +280,7 @@ def _collective_call(
 ) -> Callable[[], object]:
     send = torch.zeros(piece, dtype=torch.uint8, device=device)
     if collective == "p2p":
-        return lambda: RingHop(send, piece, group).wait()
+        return lambda: PeerSwap(send, piece, group, 1).wait()
     if collective == "all_gather":
         parts = [torch.empty_like(send) for _ in range(group.size())]
         return lambda: dist.all_gather(parts, send, group=group)

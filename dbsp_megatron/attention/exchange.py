@@ -5,8 +5,9 @@ Dims: B batch, s tokens at home, n tokens worked on here, H/Hkv heads, h/hkv hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.work import Side
 from dbsp_megatron.comm.collectives import all_to_all_flat
-from dbsp_megatron.kernels.block_pack import PieceIndex, pack, piece_sizes, unpack, unpack_sum
+from dbsp_megatron.kernels.block_pack import pack, piece_sizes, unpack, unpack_sum
 
 
 @dataclass
@@ -42,29 +43,10 @@ class Exchange:
         return all_to_all_flat(send, send_sizes, recv_sizes, self.group)
 
 
-def _home_index(side: Side, shape: Sequence[int]) -> PieceIndex:
-    """Rows of a tensor [B, s, heads, D] at home, by destination."""
-    return _kept(side, "home_index", lambda: PieceIndex.build(side.send_tokens, side.send_heads, shape[1], shape[2]))
-
-
-def _owner_index(side: Side) -> PieceIndex:
-    """Rows of a tensor [B, n, heads here, D] at its owner, by source."""
-
-    def build() -> PieceIndex:
-        num_heads = side.heads.numel()
-        heads = torch.arange(num_heads, device=side.heads.device)
-        tokens = side.inverse.split(side.recv_counts)
-        return PieceIndex.build(tokens, [heads] * len(tokens), side.num_tokens, num_heads)
-
-    return _kept(side, "owner_index", build)
-
-
-def _kept(side: Side, name: str, build: Callable[[], PieceIndex]) -> PieceIndex:
-    # Kept in the instance, as functools.cached_property does: it lives as long as the plan's other index tensors.
-    kept: PieceIndex | None = vars(side).get(name)
-    if kept is None:
-        kept = vars(side)[name] = build()
-    return kept
+def _peer_sizes(piece_sizes: Sequence[int], per_peer: Sequence[int]) -> list[int]:
+    """Elements for (or from) each peer, from those of its pieces."""
+    ends = list(accumulate(per_peer))
+    return [sum(piece_sizes[end - count : end]) for count, end in zip(per_peer, ends, strict=True)]
 
 
 def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -> list[Tensor]:
@@ -76,13 +58,16 @@ def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -
         exchange: where to run.
 
     Returns:
-        Tensors [B, n, heads here, D], rows in ascending global position.
+        Tensors [B, n, heads here, D], rows in ascending global position; rows of a cut head that others compute are 0.
     """
     batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
-    at_home = [_home_index(side, x.shape) for x, side in zip(xs, sides, strict=True)]
-    at_owner = [_owner_index(side) for side in sides]
-    sizes = piece_sizes(at_home, batch, dims), piece_sizes(at_owner, batch, dims)
-    return unpack(exchange.swap(pack(xs, at_home), *sizes), at_owner, batch, dims)
+    at_home = [side.at_home(x.shape[1], x.shape[2]) for x, side in zip(xs, sides, strict=True)]
+    at_owner = [side.at_owner for side in sides]
+    sent = _peer_sizes(piece_sizes(at_home, batch, dims), sides[0].send.per_peer)
+    received = _peer_sizes(piece_sizes(at_owner, batch, dims), sides[0].receive.per_peer)
+    # What comes from nobody is zero, not whatever was in memory: masked out, it still meets a factor of 0 in a product.
+    fill = any(side.partial for side in sides)
+    return unpack(exchange.swap(pack(xs, at_home), sent, received), at_owner, batch, dims, fill=fill)
 
 
 def to_homes(
@@ -100,10 +85,11 @@ def to_homes(
         Tensors of `local_shapes`.
     """
     batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
-    at_home = [_home_index(side, shape) for side, shape in zip(sides, local_shapes, strict=True)]
-    at_owner = [_owner_index(side) for side in sides]
-    sizes = piece_sizes(at_owner, batch, dims), piece_sizes(at_home, batch, dims)
-    return unpack_sum(exchange.swap(pack(xs, at_owner), *sizes), at_home, batch, dims)
+    at_home = [side.at_home(*shape[1:3]) for side, shape in zip(sides, local_shapes, strict=True)]
+    at_owner = [side.at_owner for side in sides]
+    sent = _peer_sizes(piece_sizes(at_owner, batch, dims), sides[0].receive.per_peer)
+    received = _peer_sizes(piece_sizes(at_home, batch, dims), sides[0].send.per_peer)
+    return unpack_sum(exchange.swap(pack(xs, at_owner), sent, received), at_home, batch, dims)
 
 
 class ToOwners(torch.autograd.Function):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,49 +18,59 @@ _MAX_BLOCKS = 1 << 28
 """Blocks of all kept patterns; the lists of both directions take 4 bytes a block, 1 GiB in all."""
 
 
+class Sized(Protocol):
+    """What holds patterns."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of their masks."""
+
+
+_Kept = TypeVar("_Kept", bound=Sized)
+
+
 class PatternCache:
-    """Patterns by key; those unused for longest are dropped when all together exceed a number of blocks.
+    """Patterns, or what holds some, by key; those unused for longest go when all together exceed a number of blocks.
 
     Safe to use from several threads.
     """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._entries: OrderedDict[Hashable, Sequence[BlockPattern]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Sized] = OrderedDict()
         # Weak references of masks may call `drop` while this thread is inside.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, key: Hashable) -> Sequence[BlockPattern] | None:
-        """Patterns kept under a key."""
+    def find(self, key: Hashable) -> Sized | None:
+        """What is kept under a key."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:
                 self._entries.move_to_end(key)
             return found
 
-    def keep(self, key: Hashable, patterns: Sequence[BlockPattern]) -> None:
+    def keep(self, key: Hashable, patterns: Sized) -> None:
         """Keep patterns; a single entry is kept whatever its size."""
         with self._lock:
             self._entries.pop(key, None)
             self._entries[key] = patterns
-            while len(self._entries) > 1 and sum(map(_num_blocks, self._entries.values())) > self._max_blocks:
+            while len(self._entries) > 1 and sum(x.num_blocks for x in self._entries.values()) > self._max_blocks:
                 self._entries.popitem(last=False)
 
-    def find_or_make(
-        self, key: Hashable, device: torch.device, make: Callable[[], Sequence[BlockPattern]]
-    ) -> Sequence[BlockPattern]:
+    def find_or_make(self, key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> _Kept:
         """Patterns for the current stream of a device, made and kept under a key if there are none."""
         stream = _stream(device)
         if stream is None:
             return make()
         found = self.find((key, device, stream))
-        if found is None:
-            found = make()
-            self.keep((key, device, stream), found)
-        return found
+        if found is not None:
+            return cast(_Kept, found)
+        made = make()
+        self.keep((key, device, stream), made)
+        return made
 
     def drop(self, key: Hashable) -> None:
         """Forget a key, if it is there."""
@@ -77,10 +88,6 @@ def _stream(device: torch.device) -> int | None:
     if torch.cuda.is_current_stream_capturing():
         return None
     return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-def _num_blocks(patterns: Sequence[BlockPattern]) -> int:
-    return sum(pattern.blocks.numel() for pattern in patterns)
 
 
 @dataclass(eq=False)
@@ -114,10 +121,8 @@ class MaskPatterns:
             return BlockPattern(blocks, block_size_q, block_size_k)
         key = (id(blocks), block_size_q, block_size_k, stream)
         found = self._cache.find(key)
-        if found is not None:
-            (pattern,) = found
-            if isinstance(pattern, _MaskPattern) and pattern.mask() is blocks and pattern.version == blocks._version:
-                return pattern
+        if isinstance(found, _MaskPattern) and found.mask() is blocks and found.version == blocks._version:
+            return found
         pattern = _MaskPattern(
             # An alias, or the cache would keep the tensor alive that its reference waits to see die.
             blocks.detach(),
@@ -126,5 +131,5 @@ class MaskPatterns:
             mask=weakref.ref(blocks, lambda _: self._cache.drop(key)),
             version=blocks._version,
         )
-        self._cache.keep(key, (pattern,))
+        self._cache.keep(key, pattern)
         return pattern

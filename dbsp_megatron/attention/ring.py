@@ -1,145 +1,129 @@
-"""Ring of K/V chunks around the owners of q-blocks: partial attentions merged in fp32, gradients travelling home.
+"""Attention of the queries here over the K/V chunks of a ring group, and its gradients.
 
-Dims: B batch, n query tokens here, m_r key tokens of ring rank r's chunk, h/hkv heads here, D/Dv head dims.
+Dims: B batch, n query tokens here, m key tokens of the own chunk, h/hkv heads here, D/Dv head dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dbsp_megatron.attention.chunks import ChunkRoute, ChunkStream, GradientStream, Ring
 from dbsp_megatron.attention.engines import BlockPattern, Engine
-from dbsp_megatron.attention.exchange import Traffic
-from dbsp_megatron.comm.collectives import RingHop
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
 
 
 @dataclass(frozen=True)
+class RingCall:
+    """One call of the engine: the chunks of some steps, joined in that order."""
+
+    steps: tuple[int, ...]
+    """Ring steps; the chunk with the short last block of the sequence comes last."""
+    pattern: BlockPattern
+    """Mask [B or 1, h, q-blocks here, k-blocks of those chunks that came]."""
+
+
+@dataclass(frozen=True)
+class RingSchedule:
+    """What is computed, and what travels for it; serves forward, recompute and backward."""
+
+    calls: tuple[RingCall, ...]
+    """Cover the steps of the route once, the own chunk first."""
+    route: ChunkRoute
+    """Rows of K/V that travel."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all masks, dense or not."""
+        return sum(call.pattern.num_blocks for call in self.calls)
+
+
+@dataclass(frozen=True)
 class RingWork:
-    """What one rank computes in one layer.
+    """What one rank computes in one layer. `kv_index` is None where kv head j // (h / hkv) serves query head j."""
 
-    `step_patterns[s]` is the mask [B or 1, h, q-blocks here, k-blocks of the chunk at step s]; at step s ring rank r
-    holds the chunk of rank (r - s) mod R, with `chunk_tokens[(r - s) % R]` keys. `kv_index` is None where kv head
-    j // (h / hkv) serves query head j.
-    """
-
-    step_patterns: Sequence[BlockPattern]
-    chunk_tokens: list[int]
-    ring_rank: int
-    group: dist.ProcessGroup | None
+    schedule: RingSchedule
+    ring: Ring
     scale: float
     kv_index: Tensor | None
     engine: Engine
-    traffic: Traffic
-
-    @property
-    def steps(self) -> int:
-        """Ring degree R."""
-        return len(self.step_patterns)
-
-    def chunk(self, step: int) -> int:
-        """Ring rank whose chunk is here at `step`."""
-        return (self.ring_rank - step) % self.steps
 
 
-class _Packed:
-    """K and V of a chunk in one flat buffer, so that a hop is one message."""
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.batch, _, self.heads, self.dim = k.shape
-        self.dim_v = v.shape[3]
-
-    def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([k.reshape(-1), v.reshape(-1)])
-
-    def size(self, tokens: int) -> int:
-        return self.batch * tokens * self.heads * (self.dim + self.dim_v)
-
-    def unpack(self, flat: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        count = self.batch * tokens * self.heads
-        k, v = flat.split([count * self.dim, count * self.dim_v])
-        return k.view(self.batch, tokens, self.heads, self.dim), v.view(self.batch, tokens, self.heads, self.dim_v)
-
-
-def _hop(flat: Tensor, recv_size: int, work: RingWork) -> RingHop:
-    if work.group is None:
-        raise RuntimeError("a ring of one rank has no hop")
-    work.traffic.bytes_sent += flat.numel() * flat.element_size()
-    return RingHop(flat, recv_size, work.group)
+def _joined(stream: ChunkStream, call: RingCall) -> tuple[Tensor, Tensor]:
+    """K and V of a call."""
+    taken = {step: stream.take(step) for step in sorted(call.steps)}
+    if len(call.steps) == 1:
+        return taken[call.steps[0]]
+    k, v = (torch.cat([taken[step][i] for step in call.steps], dim=1) for i in range(2))
+    return k, v
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> tuple[Tensor, Tensor]:
     """Attention of the queries here over all chunks of the ring.
 
     Returns:
-        out [B, n, h, Dv], with several chunks in the accumulation dtype, with one in that or q's dtype, and lse
+        out [B, n, h, Dv], with several calls in the accumulation dtype, with one in that or q's dtype, and lse
         [B, h, n] in the accumulation dtype.
     """
-    if work.steps == 1:
-        return work.engine.forward(q, k, v, work.step_patterns[0], work.scale, kv_index=work.kv_index)
-    packed = _Packed(k, v)
-    flat = packed.pack(k, v)
+    if work.schedule.route.num_steps == 1:
+        return work.engine.forward(q, k, v, work.schedule.calls[0].pattern, work.scale, kv_index=work.kv_index)
+    stream = ChunkStream(k, v, work.schedule.route, work.ring)
     dtype = accumulate_dtype(q.dtype)
     # Not read where lse is -inf, so that nothing need be written to it before.
     out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=dtype)
-    for step, pattern in enumerate(work.step_patterns):
-        last = step + 1 == work.steps
-        hop = None if last else _hop(flat, packed.size(work.chunk_tokens[work.chunk(step + 1)]), work)
-        out, lse = work.engine.forward(q, k, v, pattern, work.scale, kv_index=work.kv_index, state=(out, lse))
-        if hop is not None:
-            flat = hop.wait()
-            k, v = packed.unpack(flat, work.chunk_tokens[work.chunk(step + 1)])
+    for number, call in enumerate(work.schedule.calls):
+        k, v = _joined(stream, call)
+        # The first call makes out, also of rows without keys.
+        if number == 0 or k.shape[1]:
+            out, lse = work.engine.forward(q, k, v, call.pattern, work.scale, kv_index=work.kv_index, state=(out, lse))
     return out, lse
 
 
 def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, work: RingWork
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; dk, dv travel with their chunk and end at home.
+    """Return dq, dk, dv; gradients of other ranks' chunks go home.
 
-    With several chunks they are summed in the accumulation dtype, with one they are made in q's dtype.
+    With several calls they are summed in the accumulation dtype, with one they are made in q's dtype.
     """
     delta = output_delta(out, dout)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    dtype = q.dtype if work.steps == 1 else accumulate_dtype(q.dtype)
-    packed = _Packed(k, v)
-    flat = packed.pack(k, v) if work.steps > 1 else k.new_empty(0)
-    dq: Tensor | None = None
-    grad_hop: RingHop | None = None
-    dk = dv = k
-    for step, pattern in enumerate(work.step_patterns):
-        tokens = work.chunk_tokens[work.chunk(step)]
-        following = work.chunk_tokens[work.chunk(step + 1)]
-        hop = None if step + 1 == work.steps else _hop(flat, packed.size(following), work)
-        dq_part, dk, dv = work.engine.backward(
-            *(q, k, v, dout, lse, delta, pattern, work.scale),
-            kv_index=work.kv_index,
-            out=out,
-            deterministic=deterministic,
-            dtype=dtype,
-        )
-        dq = dq_part if dq is None else dq.add_(dq_part)
-        if grad_hop is not None:
-            dk_before, dv_before = packed.unpack(grad_hop.wait(), tokens)
-            dk, dv = dk.add_(dk_before), dv.add_(dv_before)
-        if work.steps > 1:
-            grad_hop = _hop(packed.pack(dk, dv), packed.size(following), work)
-        if hop is not None:
-            flat = hop.wait()
-            k, v = packed.unpack(flat, following)
-    if grad_hop is not None:
-        # After R hops the chunk that comes in is this rank's own.
-        dk, dv = packed.unpack(grad_hop.wait(), work.chunk_tokens[work.ring_rank])
-    if dq is None:
-        raise RuntimeError("a ring has at least one step")
-    return dq, dk, dv
+    options: dict[str, Any] = {
+        "kv_index": work.kv_index,
+        "out": out,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dtype": q.dtype if work.schedule.route.num_steps == 1 else accumulate_dtype(q.dtype),
+    }
+    if work.schedule.route.num_steps == 1:
+        return work.engine.backward(q, k, v, dout, lse, delta, work.schedule.calls[0].pattern, work.scale, **options)
+    stream = ChunkStream(k, v, work.schedule.route, work.ring)
+    home: GradientStream | None = None
+    dq = dk_own = dv_own = q
+    for call in work.schedule.calls:
+        k, v = _joined(stream, call)
+        parts: tuple[Tensor, Tensor, Tensor] | None = None
+        if k.shape[1] or home is None:
+            parts = work.engine.backward(q, k, v, dout, lse, delta, call.pattern, work.scale, **options)
+        if home is None:
+            if parts is None:
+                raise RuntimeError("the first call is that of the own chunk")
+            dq, dk_own, dv_own = parts
+            home = GradientStream(dk_own, dv_own, work.schedule.route, work.ring)
+            continue
+        counts = [work.schedule.route.receive_counts[step] for step in call.steps]
+        going: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(call.steps)
+        if parts is not None:
+            dq.add_(parts[0])
+            going = dict(zip(call.steps, zip(*(x.split(counts, dim=1) for x in parts[1:]), strict=True), strict=True))
+        for step in sorted(call.steps):
+            home.send(step, going[step])
+    if home is not None:
+        home.finish()
+    return dq, dk_own, dv_own
 
 
 class RingAttention(torch.autograd.Function):

@@ -1,17 +1,21 @@
 """WorkIndex: which tokens and heads a plan sends where, as index tensors. Built once per plan, no communication.
 
-Dims: U/R degrees, P = U * R ranks, H/Hkv heads, h/hkv heads computed here, N blocks.
+Dims: U/R degrees, P = U * R ranks, H/Hkv heads, h/hkv heads computed here, n tokens computed here, N blocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dbsp_megatron.block_mask import num_blocks
+from dbsp_megatron.kernels.block_pack import PieceIndex
 from dbsp_megatron.plan import PartitionPlan
+from dbsp_megatron.plan.items import BEGIN, END, HEAD, RANK
 
 
 @dataclass(frozen=True)
@@ -31,45 +35,100 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Side:
-    """Traffic of the q (and out) or of the k, v tensors between homes and owners, in group rank order.
+class Pieces:
+    """What is sent to (or comes from) each peer: pieces, each all pairs of its tokens and its heads.
 
-    `send_tokens[d]` are local token rows and `send_heads[d]` head numbers for destination d. `recv_counts[s]` is the
-    number of tokens from source s, all with `heads`. `order` sorts the received rows by global position; `inverse`
-    undoes it.
+    `per_peer[p]` pieces belong to peer p; `tokens` and `heads` (int64) name the rows and heads of all pieces in turn.
     """
 
-    send_tokens: list[torch.Tensor]
-    send_heads: list[torch.Tensor]
-    recv_counts: list[int]
-    heads: torch.Tensor
-    order: torch.Tensor
-    inverse: torch.Tensor
+    tokens: list[Tensor]
+    heads: list[Tensor]
+    per_peer: list[int]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that this rank works on."""
-        return sum(self.recv_counts)
+    def to(self, device: torch.device) -> Pieces:
+        """The same indices on a device."""
+        return Pieces([x.to(device) for x in self.tokens], [x.to(device) for x in self.heads], self.per_peer)
+
+    def padded(self, per_peer: list[int]) -> Pieces:
+        """As many pieces for each peer as `per_peer` says, the added ones empty."""
+        if per_peer == self.per_peer:
+            return self
+        tokens, heads, at = [], [], 0
+        for have, want in zip(self.per_peer, per_peer, strict=True):
+            nothing = [self.tokens[0].new_empty(0)] * (want - have)
+            tokens += [*self.tokens[at : at + have], *nothing]
+            heads += [*self.heads[at : at + have], *nothing]
+            at += have
+        return Pieces(tokens, heads, list(per_peer))
+
+
+@dataclass(frozen=True)
+class Side:
+    """Traffic of the q (and out) or of the k, v tensors between homes and owners, peers in group rank order."""
+
+    send: Pieces
+    """Rows [s] and heads [H] of the tensor at home that each peer computes with."""
+    receive: Pieces
+    """Rows [n] and heads [h] of the tensor here that come from each peer; rows are in ascending global position."""
+    heads: Tensor
+    """int64 [h], heads of the tensor here, ascending."""
+    num_tokens: int
+    """n."""
+    partial: bool
+    """Some (row, head) of the tensor here comes from nobody: other ranks compute the other rows of a cut head."""
 
     def to(self, device: torch.device) -> Side:
         """The same indices on a device."""
-        return Side(
-            [x.to(device) for x in self.send_tokens],
-            [x.to(device) for x in self.send_heads],
-            self.recv_counts,
-            self.heads.to(device),
-            self.order.to(device),
-            self.inverse.to(device),
-        )
+        return Side(self.send.to(device), self.receive.to(device), self.heads.to(device), self.num_tokens, self.partial)
+
+    def padded(self, send: list[int], receive: list[int]) -> Side:
+        """As many pieces for each peer as said, so that this side shares a buffer with another one."""
+        return Side(self.send.padded(send), self.receive.padded(receive), self.heads, self.num_tokens, self.partial)
+
+    @cached_property
+    def at_owner(self) -> PieceIndex:
+        """Rows of a tensor [B, n, h, D] at its owner, by source."""
+        return PieceIndex.build(self.receive.tokens, self.receive.heads, self.num_tokens, self.heads.numel())
+
+    def at_home(self, num_tokens: int, num_heads: int) -> PieceIndex:
+        """Rows of a tensor [B, num_tokens, num_heads, D] at home, by destination."""
+        # Kept in the instance, as functools.cached_property does: it lives as long as the plan's other index tensors.
+        kept: PieceIndex | None = vars(self).get("_at_home")
+        if kept is None:
+            kept = vars(self)["_at_home"] = PieceIndex.build(self.send.tokens, self.send.heads, num_tokens, num_heads)
+        return kept
 
 
-def _token_owners(
-    plan_owner: np.ndarray, block_size: int, geometry: Geometry, ulysses_degree: int, ring_degree: int
-) -> np.ndarray:
-    """Ring rank of each token; with R = 1 blocks need not end where shards end."""
-    if ring_degree == 1:
-        return np.zeros(geometry.seqlen, dtype=np.int64)
-    return np.repeat(plan_owner, block_size)[: geometry.seqlen]
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """What the ranks of one Ulysses rank compute: heads, and runs of heads that share a range of q-blocks."""
+
+    heads: np.ndarray
+    """int64 [h], ascending."""
+    runs: list[tuple[int, int, np.ndarray]]
+    """(first q-block, last excluded, heads) of each range, each head in as many as it has pieces here."""
+
+    @classmethod
+    def of(cls, items: np.ndarray) -> _Share:
+        """Share of the items [n, 4] of one Ulysses rank."""
+        # A rank without heads still takes part in the exchange: with one empty run.
+        ranges = sorted({(int(begin), int(end)) for begin, end in items[:, [BEGIN, END]]}) or [(0, 0)]
+        runs = [
+            (begin, end, np.unique(items[(items[:, BEGIN] == begin) & (items[:, END] == end), HEAD]))
+            for begin, end in ranges
+        ]
+        return cls(np.unique(items[:, HEAD]), runs)
+
+    def covers(self, num_q: int) -> np.ndarray:
+        """Rows of each head that are computed, bool [h, Nq]."""
+        rows = np.zeros((len(self.heads), num_q), dtype=bool)
+        for begin, end, heads in self.runs:
+            rows[np.searchsorted(self.heads, heads), begin:end] = True
+        return rows
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))
 
 
 class WorkIndex:
@@ -80,76 +139,123 @@ class WorkIndex:
         q_side: traffic of q and out.
         kv_side: traffic of k and v.
         q_blocks: int64, mask q-blocks computed here, ascending.
-        kv_chunks: per ring rank int64, mask k-blocks of its chunk, ascending.
-        chunk_tokens: tokens of each ring rank's K/V chunk.
+        q_rows: bool [h, q-blocks here], those of each head that are computed here; None if all are.
+        kv_chunks: per ring rank int64 on the host, mask k-blocks of its chunk, ascending.
+        kv_block_tokens: int64 [Nk], tokens of each k-block.
         kv_index: int64 [h], local kv head of each local query head.
+        in_order: kv head j // (h / hkv) serves query head j, so that no table need say which.
         moves: a block is computed away from its home's ring rank.
     """
 
     def __init__(self, plan: PartitionPlan, geometry: Geometry) -> None:
-        if plan.num_split_heads or plan.q_moves.size:
-            raise NotImplementedError(
-                f"a plan with {plan.num_split_heads} cut heads and {len(plan.q_moves)} q-blocks moved in single ring "
-                "groups cannot be executed in this version: plan with head_policy='lpt_swap', block_policy='home'"
-            )
         u_degree, r_degree = plan.ulysses_degree, plan.ring_degree
         size = u_degree * r_degree
         me = geometry.rank
         my_u, my_r = me % u_degree, me // u_degree
         homes = geometry.token_homes
-        owners = {
-            "q": _token_owners(plan.q_block_owner, geometry.block_size_q, geometry, u_degree, r_degree),
-            "kv": _token_owners(plan.kv_block_owner, geometry.block_size_k, geometry, u_degree, r_degree),
-        }
-        self.moves = any(bool((owner != homes // u_degree).any()) for owner in owners.values())
+        num_q = num_blocks(geometry.seqlen, geometry.block_size_q)
+        groups = geometry.num_heads // geometry.num_kv_heads
+        shares = [_Share.of(plan.head_items[plan.head_items[:, RANK] == u]) for u in range(u_degree)]
+        q_block = np.arange(geometry.seqlen) // geometry.block_size_q
+        # With one ring rank blocks need not end where shards end, so that no block has one home.
+        q_owners = [plan.q_owner_of(u) if r_degree > 1 else np.zeros(num_q, dtype=np.int64) for u in range(u_degree)]
+        kv_owner = np.zeros(geometry.seqlen, dtype=np.int64)
+        if r_degree > 1:
+            kv_owner = np.repeat(plan.kv_block_owner, geometry.block_size_k)[: geometry.seqlen]
+
+        # Tokens that the ranks of a Ulysses rank compute with, by run, and who computes them: -1 nobody of these ranks.
+        q_token_owner = [
+            [np.where((begin <= q_block) & (q_block < end), q_owners[u][q_block], -1) for begin, end, _ in share.runs]
+            for u, share in enumerate(shares)
+        ]
+        away = [(owner >= 0) & (owner != homes // u_degree) for runs in q_token_owner for owner in runs]
+        self.moves = any(bool(x.any()) for x in (*away, kv_owner != homes // u_degree))
         self.peers = list(range(size)) if self.moves else list(range(my_r * u_degree, (my_r + 1) * u_degree))
 
-        groups = geometry.num_heads // geometry.num_kv_heads
-        q_heads = [np.flatnonzero(plan.head_owner == u) for u in range(u_degree)]
-        kv_heads = [np.unique(heads // groups) for heads in q_heads]
-        self.kv_index = torch.from_numpy(np.searchsorted(kv_heads[my_u], q_heads[my_u] // groups))
+        mine = shares[my_u]
+        rows = np.flatnonzero((q_owners[my_u] == my_r) & mine.covers(num_q).any(axis=0))
+        covered = mine.covers(num_q)[:, rows]
+        self.q_rows = None if covered.all() else _tensor(covered)
+        self.q_blocks = _tensor(rows)
+        kv_heads = [np.unique(share.heads // groups) for share in shares]
+        kv_index = np.searchsorted(kv_heads[my_u], mine.heads // groups)
+        self.kv_index = _tensor(kv_index)
+        self.in_order = len(set(np.bincount(kv_index).tolist())) <= 1
 
-        self.q_side = self._side(owners["q"], homes, q_heads, my_u, my_r, me, u_degree)
-        self.kv_side = self._side(owners["kv"], homes, kv_heads, my_u, my_r, me, u_degree)
-        num_q = num_blocks(geometry.seqlen, geometry.block_size_q)
+        q_runs = [
+            [(owner, heads) for owner, (_, _, heads) in zip(owners, share.runs, strict=True)]
+            for owners, share in zip(q_token_owner, shares, strict=True)
+        ]
+        kv_runs = [[(kv_owner, heads)] for heads in kv_heads]
+        q_here, kv_here = np.flatnonzero(np.isin(q_block, rows)), np.flatnonzero(kv_owner == my_r)
+        q_side = self._side(q_runs, mine.heads, q_here, homes, me, u_degree, partial=self.q_rows is not None)
+        kv_side = self._side(kv_runs, kv_heads[my_u], kv_here, homes, me, u_degree, partial=False)
+        # k and v travel in the buffer of q, which has a piece or more for each peer.
+        self.q_side, self.kv_side = q_side, kv_side.padded(q_side.send.per_peer, q_side.receive.per_peer)
         num_k = num_blocks(geometry.seqlen, geometry.block_size_k)
         if r_degree == 1:
-            self.q_blocks = torch.arange(num_q)
-            self.kv_chunks = [torch.arange(num_k)]
+            self.kv_chunks = [np.arange(num_k)]
         else:
-            self.q_blocks = torch.from_numpy(np.flatnonzero(plan.q_block_owner == my_r))
-            self.kv_chunks = [torch.from_numpy(np.flatnonzero(plan.kv_block_owner == r)) for r in range(r_degree)]
-        self.chunk_tokens = [int((owners["kv"] == r).sum()) for r in range(r_degree)]
+            self.kv_chunks = [np.flatnonzero(plan.kv_block_owner == r) for r in range(r_degree)]
+        self.kv_block_tokens = np.minimum(
+            geometry.block_size_k, geometry.seqlen - geometry.block_size_k * np.arange(num_k)
+        )
+        self._share, self._q_owner = mine, q_owners[my_u]
 
     def _side(
         self,
-        owners: np.ndarray,
+        runs: list[list[tuple[np.ndarray, np.ndarray]]],
+        heads: np.ndarray,
+        tokens: np.ndarray,
         homes: np.ndarray,
-        heads: list[np.ndarray],
-        my_u: int,
-        my_r: int,
         me: int,
         u_degree: int,
+        *,
+        partial: bool,
     ) -> Side:
-        local = owners[homes == me]
-        sources = [np.flatnonzero((homes == p) & (owners == my_r)) for p in self.peers]
-        order = np.argsort(np.concatenate(sources), kind="stable")
-        return Side(
-            send_tokens=[torch.from_numpy(np.flatnonzero(local == p // u_degree)) for p in self.peers],
-            send_heads=[torch.from_numpy(heads[p % u_degree]) for p in self.peers],
-            recv_counts=[len(source) for source in sources],
-            heads=torch.from_numpy(heads[my_u]),
-            order=torch.from_numpy(order),
-            inverse=torch.from_numpy(np.argsort(order, kind="stable")),
-        )
+        """Traffic of tensors of which Ulysses rank u wants, in each of `runs[u]`, (owner of each token, heads).
+
+        `heads` and `tokens` are those of this rank, ascending.
+        """
+        local = np.flatnonzero(homes == me)
+        send = Pieces([], [], [])
+        for peer in self.peers:
+            for owner, wanted in runs[peer % u_degree]:
+                send.tokens.append(_tensor(np.flatnonzero(owner[local] == peer // u_degree)))
+                send.heads.append(_tensor(wanted))
+            send.per_peer.append(len(runs[peer % u_degree]))
+        receive = Pieces([], [], [])
+        for peer in self.peers:
+            for owner, wanted in runs[me % u_degree]:
+                come = np.flatnonzero((homes == peer) & (owner == me // u_degree))
+                receive.tokens.append(_tensor(np.searchsorted(tokens, come)))
+                receive.heads.append(_tensor(np.searchsorted(heads, wanted)))
+            receive.per_peer.append(len(runs[me % u_degree]))
+        return Side(send, receive, _tensor(heads), len(tokens), partial)
 
     def on(self, device: torch.device) -> WorkIndex:
         """This index with its tensors on `device` (itself for the host)."""
         if device.type == "cpu":
             return self
         moved = object.__new__(WorkIndex)
-        moved.moves, moved.peers, moved.chunk_tokens = self.moves, self.peers, self.chunk_tokens
+        vars(moved).update(vars(self))
         moved.q_side, moved.kv_side = self.q_side.to(device), self.kv_side.to(device)
         moved.kv_index, moved.q_blocks = self.kv_index.to(device), self.q_blocks.to(device)
-        moved.kv_chunks = [chunk.to(device) for chunk in self.kv_chunks]
+        moved.q_rows = None if self.q_rows is None else self.q_rows.to(device)
         return moved
+
+    def needed_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        """Which k-blocks each ring rank of this rank's ring reads.
+
+        Args:
+            blocks: bool [B or 1, H, Nq, Nk], the mask of all heads.
+
+        Returns:
+            bool [R, Nk].
+        """
+        needed = np.zeros((len(self.kv_chunks), blocks.shape[3]), dtype=bool)
+        for begin, end, heads in self._share.runs:
+            read = np.asarray(blocks[:, heads, begin:end].any(axis=(0, 1)))
+            for ring_rank in range(len(needed)):
+                needed[ring_rank] |= read[self._q_owner[begin:end] == ring_rank].any(axis=0)
+        return needed

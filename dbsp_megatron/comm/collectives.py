@@ -1,4 +1,4 @@
-"""Uneven all-to-all, uneven row gather and ring send/receive on raw tensors; no autograd here.
+"""Uneven all-to-all, uneven row gather and swaps between two ranks on raw tensors; no autograd here.
 
 Every function takes the group it works on, never changes its inputs, and sends contiguous copies of strided inputs.
 """
@@ -69,25 +69,32 @@ def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).to(home)
 
 
-class RingHop:
-    """One hop of a ring: send a flat buffer to the next rank while receiving one from the previous rank."""
+class PeerSwap:
+    """Send a flat buffer to one rank of a group while receiving one from another, without waiting.
 
-    def __init__(self, send: Tensor, recv_size: int, group: dist.ProcessGroup) -> None:
+    Args:
+        send: [n], any dtype; not to be written to before `wait`.
+        receive_size: elements that come in.
+        group: ranks in a circle; all of them make the same swaps in the same order.
+        shift: the buffer goes to the rank `shift` places on, and one comes from the rank as many places back.
+    """
+
+    def __init__(self, send: Tensor, receive_size: int, group: dist.ProcessGroup, shift: int) -> None:
         self._send = send.contiguous()
-        self._recv = send.new_empty(recv_size)
+        self._received = send.new_empty(receive_size)
         ranks = dist.get_process_group_ranks(group)
         me = dist.get_rank(group)
-        following, previous = ranks[(me + 1) % len(ranks)], ranks[(me - 1) % len(ranks)]
+        target, source = ranks[(me + shift) % len(ranks)], ranks[(me - shift) % len(ranks)]
         ops = []
-        # Both ends know both sizes, so an empty hop is left out on both sides.
+        # Both ends know both sizes, so an empty message is left out on both sides.
         if self._send.numel():
-            ops.append(dist.P2POp(dist.isend, self._send, following, group=group))
-        if recv_size:
-            ops.append(dist.P2POp(dist.irecv, self._recv, previous, group=group))
+            ops.append(dist.P2POp(dist.isend, self._send, target, group=group))
+        if receive_size:
+            ops.append(dist.P2POp(dist.irecv, self._received, source, group=group))
         self._work = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> Tensor:
         """The received buffer, once it has arrived and the sent one may be reused."""
         for work in self._work:
             work.wait()
-        return self._recv
+        return self._received

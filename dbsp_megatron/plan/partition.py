@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from dbsp_megatron.plan.explain import explain_plan
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
-from dbsp_megatron.plan.items import HEAD, RANK, checked_items, cut_items, heads_per_row, kv_heads_by_rank, rows_by_rank
+from dbsp_megatron.plan.items import (
+    BEGIN,
+    END,
+    HEAD,
+    RANK,
+    checked_items,
+    cut_items,
+    heads_per_row,
+    kv_heads_by_rank,
+    rows_by_rank,
+)
 
 _JSON_FORMAT = 2
 _SCALARS = ("ulysses_degree", "ring_degree", "head_policy", "block_policy")
@@ -112,6 +122,18 @@ class PartitionPlan:
                 f"{self.num_split_heads} heads of this plan are cut and have no single owner; read head_items instead"
             )
         return self.head_items[:, RANK]
+
+    @property
+    def main_head_owner(self) -> IntArray:
+        """int64 [H], Ulysses rank that computes most rows of each head, the lowest of several."""
+        rows = np.zeros((self.num_heads, self.ulysses_degree), dtype=np.int64)
+        np.add.at(
+            rows,
+            (self.head_items[:, HEAD], self.head_items[:, RANK]),
+            self.head_items[:, END] - self.head_items[:, BEGIN],
+        )
+        owner: IntArray = rows.argmax(axis=1)
+        return owner
 
     @property
     def num_split_heads(self) -> int:

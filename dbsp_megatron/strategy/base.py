@@ -53,6 +53,10 @@ class SequenceParallelStrategy(ABC):
         """Whether `plan` needs `workload.blocks`, the whole mask, beside the counts."""
         return False
 
+    def needs_row_tiles(self, num_heads: int) -> bool:
+        """Whether `plan` uses `workload.row_tiles`, counts of every single row, in a layer with so many heads."""
+        return False
+
     def plan(self, workload: Workload) -> PartitionPlan:
         """Plan of one layer from its counts."""
         return plan_workload(

@@ -9,8 +9,6 @@ from dbsp_megatron.comm.agree import digest_int
 
 HEAD_POLICIES = ("contiguous", "paper", "lpt_swap", "split", "auto")
 BLOCK_POLICIES = ("contiguous", "stripe", "hot_stripe", "paper", "minimal_move", "step_aware", "auto")
-LATER_POLICIES = ("split", "minimal_move", "step_aware")
-"""Policies that the planner has and attention cannot execute yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +25,12 @@ class SequenceParallelConfig:
     """Ranks that pass K/V around (outer axis)."""
 
     head_policy: str = "auto"
-    """dbsp: heads to Ulysses ranks: contiguous, paper, lpt_swap or auto."""
+    """dbsp: heads to Ulysses ranks: contiguous, paper, lpt_swap (whole heads), split (heads may be cut) or auto."""
 
     block_policy: str = "auto"
-    """dbsp: token blocks to ring ranks: contiguous, stripe, hot_stripe (a stripe that `recalibrate`
-    evens out by measured counts), paper or auto (hot_stripe)."""
+    """dbsp: token blocks to ring ranks: contiguous, stripe, hot_stripe (a stripe that `recalibrate` evens out by
+    measured counts), paper, minimal_move or step_aware (a stripe, of which single q-blocks are computed by other ring
+    ranks), or auto (hot_stripe)."""
 
     reward: float = 2.0
     """block_policy paper: how much lighter a block looks to the rank that holds it, in multiples of its weight."""
@@ -45,6 +44,13 @@ class SequenceParallelConfig:
     plan_counts: str = "previous"
     """Counts that plan a dynamic mask: previous (of the step before, no wait) or current."""
 
+    kv_prefetch: int = 2
+    """K/V chunks of other ring ranks that are under way while the attention over one before is computed."""
+
+    kv_gather_mib: int = 512
+    """Up to this much K/V of a ring, in MiB, the chunks of other ranks are attended in one call, in place of one call
+    for each as it comes; 0: never."""
+
     replan_gain: float = 0.01
     """A plan (or contiguous heads) is kept until a fresh one lowers the imbalance by more than this."""
 
@@ -57,13 +63,14 @@ class SequenceParallelConfig:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"sp.{key} must be one of {', '.join(allowed)}, got {value!r}")
-            if value in LATER_POLICIES:
-                usable = [name for name in allowed if name not in LATER_POLICIES]
-                raise NotImplementedError(f"sp.{key}={value} is not part of this version: use {', '.join(usable)}")
         if self.plan_counts not in ("previous", "current"):
             raise ValueError(f"sp.plan_counts must be previous or current, got {self.plan_counts!r}")
         if self.block_size < 1:
             raise ValueError(f"sp.block_size must be >= 1, got {self.block_size}")
+        for key, least in (("kv_prefetch", 1), ("kv_gather_mib", 0)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"sp.{key} must be an integer >= {least}, got {value!r}")
         if not self.reward >= 0:
             raise ValueError(f"sp.reward must be >= 0, got {self.reward}")
         if not self.replan_gain >= 0:

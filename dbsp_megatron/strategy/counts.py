@@ -49,6 +49,7 @@ def gather_counts(
     ring_degree: int,
     group: dist.ProcessGroup | None,
     whole_mask: bool,
+    row_tiles: bool = False,
 ) -> LayerCounts:
     """Counts from the mask rows that each rank made for its own q-blocks; one gather of integers.
 
@@ -59,6 +60,7 @@ def gather_counts(
         ring_degree: R.
         group: sp group, None for one rank; its backend moves host tensors (the integers are on the host).
         whole_mask: also gather the mask itself, for policies that move blocks.
+        row_tiles: also gather the counts of every single row, for policies that cut heads or move q-blocks.
     """
     size = ulysses_degree * ring_degree
     heads, num = rows.shape[1], layout.num_blocks
@@ -71,21 +73,27 @@ def gather_counts(
     row_sums[: len(local)] = by_home.sum(-1).T
     plain_tiles = torch.zeros((size, heads, size), dtype=torch.int64)
     plain_tiles.index_add_(0, torch.from_numpy(plain[local]), by_plain.transpose(0, 1))
-    mine = torch.cat([x.flatten() for x in (row_sums, by_home.sum(1), plain_tiles, column_sums)])
+    single_rows = torch.zeros((longest if row_tiles else 0, heads, size), dtype=torch.int64)
+    if row_tiles:
+        single_rows[: len(local)] = by_home.transpose(0, 1)
+    mine = torch.cat([x.flatten() for x in (row_sums, by_home.sum(1), plain_tiles, column_sums, single_rows)])
     gathered = mine[None] if group is None else gather_vectors(mine, group)
-    lengths = [longest * heads, heads * size, size * heads * size, num]
-    all_rows, tiles, all_plain, all_columns = gathered.split(lengths, dim=1)
+    lengths = [longest * heads, heads * size, size * heads * size, num, single_rows.numel()]
+    all_rows, tiles, all_plain, all_columns, all_single = gathered.split(lengths, dim=1)
 
     row_blocks = np.zeros((heads, num), dtype=np.int64)
+    by_row = np.zeros((heads, num, size), dtype=np.int32) if row_tiles else None
     for rank in range(size):
         held = np.flatnonzero(layout.homes == rank)
         row_blocks[:, held] = all_rows[rank].view(longest, heads)[: len(held)].T.numpy()
+        if by_row is not None:
+            by_row[:, held] = all_single[rank].view(longest, heads, size)[: len(held)].transpose(0, 1).numpy()
     tile_blocks = tiles.reshape(size, heads, size).transpose(0, 1).numpy()
     plain_blocks = all_plain.sum(0).view(size, heads, size).transpose(0, 1).numpy()
     blocks: NDArray[np.bool_] | None = gather_mask(rows, layout) if whole_mask else None
     possible = rows.shape[0] * heads * num * num
     return LayerCounts(
-        Workload(row_blocks, tile_blocks, all_columns.sum(0).numpy(), layout.homes, layout.homes, size, blocks),
+        Workload(row_blocks, tile_blocks, all_columns.sum(0).numpy(), layout.homes, layout.homes, size, blocks, by_row),
         Workload(row_blocks, plain_blocks, None, plain, plain, size),
         float(row_blocks.sum() / possible) if possible else 0.0,
     )

@@ -36,25 +36,36 @@ class DualBalanced(SequenceParallelStrategy):
         """True for the published rule, which moves blocks per layer."""
         return self.config.block_policy == "paper" and self.ring_degree > 1
 
+    def needs_row_tiles(self, num_heads: int) -> bool:
+        """True where heads are cut or single q-blocks moved: always if asked for, by itself with few heads a rank.
+
+        Eight heads a rank and more even out whole, and the counts of every row are a larger message.
+        """
+        cuts = self.config.head_policy == "split" or (
+            self.config.head_policy == "auto" and self.ulysses_degree > 1 and num_heads < 8 * self.ulysses_degree
+        )
+        return cuts or (self.ring_degree > 1 and self.config.block_policy in ("minimal_move", "step_aware"))
+
     def plan(self, workload: Workload) -> PartitionPlan:
-        """Heads by `head_policy`; blocks stay at home unless `block_policy` is paper.
+        """Heads by `head_policy`; blocks stay at home unless `block_policy` is paper, minimal_move or step_aware.
 
         With `head_policy="auto"` heads leave their contiguous places only for a gain above `replan_gain`: a smaller one
         is lost again as soon as the counts drift.
         """
         if self.config.head_policy != "auto":
             return self._plan(workload, self.config.head_policy)
-        # Whole heads: the exchange has no rows of a part of a head yet.
-        planned = self._plan(workload, "lpt_swap")
+        planned = self._plan(workload, "split" if workload.row_tiles is not None else "lpt_swap")
         contiguous = self._plan(workload, "contiguous")
         return planned if contiguous.imbalance - planned.imbalance > self.config.replan_gain else contiguous
 
     def _plan(self, workload: Workload, head_policy: str) -> PartitionPlan:
+        asked = self.config.block_policy
+        moves = asked in ("paper", "minimal_move", "step_aware") and self.ring_degree > 1
         return plan_workload(
             workload,
             ulysses_degree=self.ulysses_degree,
             ring_degree=self.ring_degree,
             head_policy=head_policy,
-            block_policy="paper" if self.needs_mask_on_host else "home",
+            block_policy=asked if moves else "home",
             reward=self.config.reward,
         )

@@ -6,18 +6,19 @@ Dims: B batch, s tokens of this rank, H/Hkv heads, D head dim, nb/N blocks of th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dbsp_megatron.attention.engines import BlockPattern, Engine
+from dbsp_megatron.attention.chunks import Ring
+from dbsp_megatron.attention.engines import Engine
 from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, to_owners
 from dbsp_megatron.attention.pattern_cache import PatternCache
-from dbsp_megatron.attention.ring import RingAttention, RingWork
+from dbsp_megatron.attention.ring import RingAttention, RingSchedule, RingWork
+from dbsp_megatron.attention.ring_schedule import ring_schedule
 from dbsp_megatron.attention.work import Geometry, WorkIndex
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree, digest_int
@@ -151,6 +152,7 @@ class LayerRunner:
                 self.mesh.ring_degree,
                 self.groups.control_group if self.mesh.size > 1 else None,
                 self.strategy.needs_mask_on_host,
+                self.strategy.needs_row_tiles(call.q.shape[2]),
             )
             if plan is None:
                 plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
@@ -231,43 +233,43 @@ class LayerRunner:
         geometry = Geometry(self.mesh.rank, layout.seqlen, heads, kv_heads, size_q, size_k, homes)
         index = self._work_index(plan, geometry, "tokens", device, layout.key)
         exchange = self._exchange(index)
-        patterns: Sequence[BlockPattern]
+        join = self._joins_chunks(call, plan)
+        schedule: RingSchedule
         if isinstance(rows, BlockMask):
-            blocks = rows.to(device).blocks
+            mask = rows.to(device)
             # One set of lists serves forward, recompute, backward and later steps with this mask and plan.
-            patterns = self._patterns.find_or_make(
-                (rows.digest, plan.digest, layout.key),
-                device,
-                lambda: self._step_patterns(
-                    blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks), index, size_q, size_k
-                ),
+            schedule = self._patterns.find_or_make(
+                (rows.digest, plan.digest, layout.key, join), device, lambda: self._static_schedule(mask, index, join)
             )
         else:
-            patterns = self._step_patterns(self._rows_to_owners(call, plan, rows), index, size_q, size_k)
+            mine = self._rows_to_owners(call, plan, rows)
+            schedule = ring_schedule(mine, (size_q, size_k), index, self.mesh.ring_rank, needed=None, join=join)
         q, k, v = ToOwners.apply(q, call.k, call.v, index.q_side, index.kv_side, exchange)
         work = RingWork(
-            step_patterns=patterns,
-            chunk_tokens=index.chunk_tokens,
-            ring_rank=self.mesh.ring_rank,
-            group=self.mesh.ring_group,
+            schedule=schedule,
+            ring=Ring(self.mesh.ring_group, self.traffic, self.config.kv_prefetch),
             scale=call.scale,
-            kv_index=None if self._heads_in_order(plan, heads // kv_heads) else index.kv_index,
+            kv_index=None if index.in_order else index.kv_index,
             engine=call.engine,
-            traffic=self.traffic,
         )
         out = RingAttention.apply(q, k, v, work)
         return cast(Tensor, ToHomes.apply(out, index.q_side, layout.num_local, heads, exchange))
 
-    def _step_patterns(self, mine: Tensor, index: WorkIndex, size_q: int, size_k: int) -> list[BlockPattern]:
-        """Mask [B or 1, h, q-blocks here, N] by ring step: the k-blocks of the chunk that is here then."""
-        degree = self.mesh.ring_degree
-        chunks = (index.kv_chunks[(self.mesh.ring_rank - step) % degree] for step in range(degree))
-        return [BlockPattern(mine.index_select(3, chunk), size_q, size_k) for chunk in chunks]
+    def _static_schedule(self, mask: BlockMask, index: WorkIndex, join: bool) -> RingSchedule:
+        """Schedule of a mask that every rank holds whole, so that each knows what K/V the others read."""
+        mine = mask.blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks)
+        if index.q_rows is not None:
+            mine = mine & index.q_rows[None, :, :, None]
+        needed = index.needed_blocks(mask.numpy()) if self.mesh.ring_degree > 1 else None
+        sizes = mask.block_size_q, mask.block_size_k
+        return ring_schedule(mine, sizes, index, self.mesh.ring_rank, needed=needed, join=join)
 
-    def _heads_in_order(self, plan: PartitionPlan, groups: int) -> bool:
-        """Whether the query heads here share their kv heads in equal runs, so that no table need say which is whose."""
-        heads = np.flatnonzero(plan.head_owner == self.mesh.rank % self.mesh.ulysses_degree)
-        return len(set(np.unique(heads // groups, return_counts=True)[1])) <= 1
+    def _joins_chunks(self, call: LayerCall, plan: PartitionPlan) -> bool:
+        """Whether the K/V of the other ring ranks are attended in one call; from what all ranks know alike."""
+        batch, num_kv_heads = call.k.shape[0], call.k.shape[2]
+        heads = max(x.size for x in plan.kv_heads(num_kv_heads))
+        per_token = batch * heads * (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+        return call.layout.seqlen * per_token <= self.config.kv_gather_mib * 2**20
 
     def _rows_to_owners(self, call: LayerCall, plan: PartitionPlan, rows: Tensor) -> Tensor:
         """Mask rows follow their q-blocks and heads: bool [B, H, nb, N] -> [B, h, q-blocks here, N]."""
@@ -297,7 +299,7 @@ class LayerRunner:
         record.reused, record.density = reused, counts.density
         record.moved_q_fraction = plan.moved_q_fraction
         record.bytes_sent += num_bytes
-        record.head_owner = [int(owner) for owner in plan.head_owner]
+        record.head_owner = [int(owner) for owner in plan.main_head_owner]
         record.watches.append(watch)
         record.blocks_timed += int(loads.max(1).sum(-1).max())
 

@@ -143,13 +143,13 @@ def partition_arrays(blocks: np.ndarray, plan: PartitionPlan, block_size: int) -
     loads = plan_loads(plan, workload)
     return {
         "mask": blocks,
-        "head_owner": plan.head_owner,
+        "head_owner": plan.main_head_owner,
         "q_home_before": block_homes(blocks.shape[1], ulysses, ring, "contiguous"),
         "q_home_after": plan.q_block_home,
         "ring_owner": plan.q_block_owner,
         "loads_before": baseline.loads.sum(axis=2),
         "loads_after": loads.sum(axis=2),
-        "head_owner_before": baseline.head_owner,
+        "head_owner_before": baseline.main_head_owner,
     }
 
 

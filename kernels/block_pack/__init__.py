@@ -80,10 +80,12 @@ def pack(xs: Sequence[Tensor], indices: Sequence[PieceIndex]) -> Tensor:
     return naive_pack(xs, indices)
 
 
-def unpack(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:
-    """Inverse of `pack` for indices that name every row exactly once; no gradient.
+def unpack(
+    flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int], *, fill: bool = False
+) -> list[Tensor]:
+    """Inverse of `pack` for indices that name every row at most once; no gradient.
 
-    Rows that an index does not name stay uninitialised, and of rows named twice one copy is kept, no matter which: use
+    Rows that an index does not name stay uninitialised unless `fill` says otherwise, and of rows named twice one copy is kept, no matter which: use
     `unpack_sum` for such indices.
 
     Args:
@@ -91,6 +93,7 @@ def unpack(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequen
         indices: rows of each tensor, all of the same number of pieces.
         batch: batch entries B.
         dims: head dim D of each tensor.
+        fill: set the rows that no piece names to 0.
 
     Returns:
         New contiguous tensors [B, n_i, H_i, D_i] in the dtype of flat, n_i and H_i as the indices say.
@@ -105,8 +108,8 @@ def unpack(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequen
     if flat.is_cuda and flat.element_size() in _MOVED_SIZES:
         from .triton_kernel import triton_unpack
 
-        return triton_unpack(flat, indices, batch, dims)
-    return naive_unpack(flat, indices, batch, dims)
+        return triton_unpack(flat, indices, batch, dims, fill=fill)
+    return naive_unpack(flat, indices, batch, dims, fill=fill)
 
 
 def unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:

@@ -25,12 +25,15 @@ def naive_pack(xs: Sequence[Tensor], indices: Sequence[PieceIndex]) -> Tensor:
     )
 
 
-def naive_unpack(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:
+def naive_unpack(
+    flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int], *, fill: bool = False
+) -> list[Tensor]:
     """Unpack as `unpack` does, on any device.
 
     Memory: the results and one piece.
     """
-    results = [flat.new_empty(_shape(index, batch, dim)) for index, dim in zip(indices, dims, strict=True)]
+    make = flat.new_zeros if fill else flat.new_empty
+    results = [make(_shape(index, batch, dim)) for index, dim in zip(indices, dims, strict=True)]
     for which, tokens, heads, rows in _rows(flat, indices, batch, dims):
         results[which][:, tokens[:, None], heads[None, :]] = rows
     return results

@@ -179,12 +179,17 @@ def triton_pack(xs: Sequence[Tensor], indices: Sequence[PieceIndex]) -> Tensor:
     return flat
 
 
-def triton_unpack(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:
+def triton_unpack(
+    flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int], *, fill: bool = False
+) -> list[Tensor]:
     """Unpack as `unpack` does, on CUDA (or on CPU in Triton's interpreter).
 
     Launch grid and memory: as `triton_pack`.
     """
     results = _results(flat, indices, batch, dims)
+    if fill:
+        for result in results:
+            result.zero_()
     _move(flat, results, indices, batch, unpack=True)
     return results
 

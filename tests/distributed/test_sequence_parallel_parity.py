@@ -55,6 +55,9 @@ POLICIES = (
     ("lpt_swap", "stripe"),
     ("contiguous", "contiguous"),
     ("auto", "paper"),
+    ("split", "minimal_move"),
+    ("split", "step_aware"),
+    ("split", "paper"),
 )
 
 
@@ -93,7 +96,7 @@ def _cases(strategy: str, world_size: int) -> list[Case]:
         shapes = SHAPES + (ULYSSES_ONLY_SHAPES if r == 1 else ())
         for i, shape in enumerate(shapes):
             # Two policy pairs per mesh: building an object's groups costs more than running a case.
-            policies = POLICIES[(2 * u + i % 2) % len(POLICIES)] if strategy == "dbsp" else ("auto", "auto")
+            policies = POLICIES[(2 * u + r + i % 2) % len(POLICIES)] if strategy == "dbsp" else ("auto", "auto")
             cases.append(Case(strategy, u, r, policies, shape, seed=i + 10 * u + 100 * r))
     return cases
 
@@ -166,6 +169,8 @@ def _problems(rank: int, cases: list[Case]) -> list[str]:
                     head_policy=head_policy,
                     block_policy=block_policy,
                     plan_counts="current" if case.ring % 2 == 0 else "previous",
+                    kv_gather_mib=512 if case.ulysses % 2 else 0,
+                    kv_prefetch=1 + case.ulysses % 3,
                     block_size=8,
                 )
                 objects[key] = SequenceParallel(config, group=dist.group.WORLD)

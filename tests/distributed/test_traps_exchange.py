@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron import BlockMask
-from dbsp_megatron.comm.collectives import RingHop, all_to_all_flat, gather_rows, gather_vectors
+from dbsp_megatron.comm.collectives import PeerSwap, all_to_all_flat, gather_rows, gather_vectors
 from tests.distributed.sharded import check, make_sp, random_problem, refusal, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import (
@@ -160,7 +160,7 @@ def _wrappers(rank: int, world_size: int) -> None:
     column = base[:, 1]
 
     def hop(x: Tensor) -> Tensor:
-        return RingHop(x, x.numel(), group).wait()
+        return PeerSwap(x, x.numel(), group, 1).wait()
 
     wrappers: list[tuple[str, Callable[[Tensor], Tensor], Tensor]] = [
         ("gather_rows dim 0", lambda x: gather_rows(x, [4] * world_size, 0, group), base.transpose(0, 1)),
@@ -168,7 +168,7 @@ def _wrappers(rank: int, world_size: int) -> None:
         ("gather_vectors", lambda x: gather_vectors(x, group), column),
     ]
     if world_size > 1:
-        wrappers.append(("RingHop", hop, column))
+        wrappers.append(("PeerSwap", hop, column))
     for name, call, x in wrappers:
         assert not x.is_contiguous()
         before, version = x.clone(), x._version

@@ -29,6 +29,11 @@ class BlockPattern:
     """Tokens per k-block."""
     _lists: BlockLists | None = field(default=None, repr=False)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the mask, dense or not."""
+        return self.blocks.numel()
+
     def lists(self, *, transpose: bool) -> BlockLists:
         """Index lists of the rows and, if asked, of the columns; nothing waits for the device."""
         if self._lists is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
 
 import torch
 
@@ -14,13 +13,13 @@ from dbsp_megatron.attention.pattern_cache import MaskPatterns, PatternCache
 CPU = torch.device("cpu")
 
 
-def _patterns(*num_blocks: int) -> Sequence[BlockPattern]:
-    return [BlockPattern(torch.ones(1, 1, 1, n, dtype=torch.bool), 16, 16) for n in num_blocks]
+def _patterns(num_blocks: int) -> BlockPattern:
+    return BlockPattern(torch.ones(1, 1, 1, num_blocks, dtype=torch.bool), 16, 16)
 
 
 def test_pattern_cache_drops_what_was_unused_for_longest() -> None:
     cache = PatternCache(max_blocks=10)
-    kept = {name: _patterns(2, 2) for name in "abc"}
+    kept = {name: _patterns(4) for name in "abc"}
     for name in "ab":
         cache.keep(name, kept[name])
     assert cache.find("a") is kept["a"]
@@ -40,7 +39,7 @@ def test_pattern_cache_keeps_one_entry_whatever_its_size() -> None:
 def test_pattern_cache_makes_once() -> None:
     cache, made = PatternCache(), []
 
-    def make() -> Sequence[BlockPattern]:
+    def make() -> BlockPattern:
         made.append(_patterns(1))
         return made[-1]
 

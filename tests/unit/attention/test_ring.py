@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dbsp_megatron.attention.chunks import ChunkRoute, Ring
 from dbsp_megatron.attention.engines import BlockPattern
 from dbsp_megatron.attention.engines.torch_reference import TorchEngine
 from dbsp_megatron.attention.exchange import Traffic
-from dbsp_megatron.attention.ring import RingAttention, RingWork
+from dbsp_megatron.attention.ring import RingAttention, RingCall, RingSchedule, RingWork
 from tests.reference import FP32_ATOL, attention_gradients, expand_blocks, max_error, random_blocks, random_qkv
 
 
@@ -31,16 +32,8 @@ class _Recorder(TorchEngine):
 
 
 def _work(engine: TorchEngine, blocks: Tensor, kv_index: Tensor | None = None) -> RingWork:
-    return RingWork(
-        step_patterns=[BlockPattern(blocks, 16, 16)],
-        chunk_tokens=[45],
-        ring_rank=0,
-        group=None,
-        scale=8**-0.5,
-        kv_index=kv_index,
-        engine=engine,
-        traffic=Traffic(),
-    )
+    schedule = RingSchedule((RingCall((0,), BlockPattern(blocks, 16, 16)),), ChunkRoute(45, (None,), (0,), (0,)))
+    return RingWork(schedule, Ring(None, Traffic()), scale=8**-0.5, kv_index=kv_index, engine=engine)
 
 
 @pytest.mark.parametrize("table", [False, True])

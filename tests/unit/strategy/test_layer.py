@@ -10,8 +10,8 @@ import torch
 
 from dbsp_megatron import BlockMask, SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.attention.ring import RingAttention, RingWork
+from dbsp_megatron.attention.ring_schedule import ring_schedule
 from dbsp_megatron.masks import TopPMask
-from dbsp_megatron.strategy.layer import LayerRunner
 from tests.reference import FP32_ATOL, attention_reference, expand_blocks, max_error, random_blocks, random_qkv
 
 SEQLEN = 45
@@ -29,8 +29,7 @@ def test_patterns_of_a_mask_are_made_once_until_it_is_written_to(sp: SequencePar
     leaves = [x.requires_grad_() for x in (q, k, v)]
     blocks = random_blocks(3, 2, 4, 3, 3)
     mask = BlockMask(blocks, 16, 16, SEQLEN, SEQLEN)
-    make = LayerRunner._step_patterns
-    with patch.object(LayerRunner, "_step_patterns", autospec=True, side_effect=make) as made:
+    with patch("dbsp_megatron.strategy.layer.ring_schedule", side_effect=ring_schedule) as made:
         for layer in range(2):
             torch.autograd.grad(sp.attention(*leaves, mask=mask, layer=layer), leaves, dout)
         assert made.call_count == 1
@@ -43,8 +42,7 @@ def test_patterns_of_a_mask_are_made_once_until_it_is_written_to(sp: SequencePar
 
 def test_patterns_of_predicted_masks_are_not_kept(sp: SequenceParallel) -> None:
     q, k, v, _ = random_qkv(3, 1, SEQLEN, 4, 8)
-    make = LayerRunner._step_patterns
-    with patch.object(LayerRunner, "_step_patterns", autospec=True, side_effect=make) as made:
+    with patch("dbsp_megatron.strategy.layer.ring_schedule", side_effect=ring_schedule) as made:
         for _ in range(2):
             sp.attention(q, k, v, mask=TopPMask(0.5))
     assert made.call_count == 2
