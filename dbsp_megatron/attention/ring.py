@@ -5,7 +5,7 @@ Dims: B batch, n query tokens here, m key tokens of the own chunk, h/hkv heads h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.chunks import ChunkRoute, ChunkStream, GradientStream, Ring
-from dbsp_megatron.attention.engines import BlockPattern, Engine
+from dbsp_megatron.attention.engines import BlockPattern, Engine, engine_reading
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
 
 
@@ -132,6 +132,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
         """Run it."""
+        work = replace(work, engine=engine_reading(work.engine, q, k, v))
         out, lse = ring_forward(q, k, v, work)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)

@@ -10,6 +10,7 @@ from dbsp_megatron.attention.chunks import ChunkRoute
 from dbsp_megatron.attention.engines import BlockPattern
 from dbsp_megatron.attention.ring import RingCall, RingSchedule
 from dbsp_megatron.attention.work import WorkIndex
+from dbsp_megatron.comm.transfer import to_device
 
 
 def ring_schedule(
@@ -60,7 +61,7 @@ def ring_schedule(
         groups = [(0,), tuple(others)]
     calls = []
     for steps in groups:
-        columns = torch.from_numpy(np.concatenate([come[step] for step in steps])).to(mask_rows.device)
+        columns = to_device(torch.from_numpy(np.concatenate([come[step] for step in steps])), mask_rows.device)
         calls.append(RingCall(steps, BlockPattern(mask_rows.index_select(3, columns), *block_sizes)))
     return RingSchedule(tuple(calls), route)
 
@@ -68,4 +69,4 @@ def ring_schedule(
 def _rows(starts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Tensor:
     """Rows of blocks that begin at `starts`."""
     rows = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *rows])).to(device)
+    return to_device(torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *rows])), device)

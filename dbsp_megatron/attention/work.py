@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron.block_mask import num_blocks
+from dbsp_megatron.comm.transfer import to_device
 from dbsp_megatron.kernels.block_pack import PieceIndex
 from dbsp_megatron.plan import PartitionPlan
 from dbsp_megatron.plan.items import BEGIN, END, HEAD, RANK
@@ -47,7 +48,9 @@ class Pieces:
 
     def to(self, device: torch.device) -> Pieces:
         """The same indices on a device."""
-        return Pieces([x.to(device) for x in self.tokens], [x.to(device) for x in self.heads], self.per_peer)
+        return Pieces(
+            [to_device(x, device) for x in self.tokens], [to_device(x, device) for x in self.heads], self.per_peer
+        )
 
     def padded(self, per_peer: list[int]) -> Pieces:
         """As many pieces for each peer as `per_peer` says, the added ones empty."""
@@ -79,7 +82,8 @@ class Side:
 
     def to(self, device: torch.device) -> Side:
         """The same indices on a device."""
-        return Side(self.send.to(device), self.receive.to(device), self.heads.to(device), self.num_tokens, self.partial)
+        heads = to_device(self.heads, device)
+        return Side(self.send.to(device), self.receive.to(device), heads, self.num_tokens, self.partial)
 
     def padded(self, send: list[int], receive: list[int]) -> Side:
         """As many pieces for each peer as said, so that this side shares a buffer with another one."""
@@ -240,8 +244,8 @@ class WorkIndex:
         moved = object.__new__(WorkIndex)
         vars(moved).update(vars(self))
         moved.q_side, moved.kv_side = self.q_side.to(device), self.kv_side.to(device)
-        moved.kv_index, moved.q_blocks = self.kv_index.to(device), self.q_blocks.to(device)
-        moved.q_rows = None if self.q_rows is None else self.q_rows.to(device)
+        moved.kv_index, moved.q_blocks = (to_device(x, device) for x in (self.kv_index, self.q_blocks))
+        moved.q_rows = None if self.q_rows is None else to_device(self.q_rows, device)
         return moved
 
     def needed_blocks(self, blocks: np.ndarray) -> np.ndarray:

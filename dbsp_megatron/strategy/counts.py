@@ -42,47 +42,73 @@ def counts_of_mask(mask: BlockMask, layout: TokenLayout, ulysses_degree: int, ri
     return LayerCounts(here, plain, float(mask.numpy().mean()) if mask.blocks.numel() else 0.0)
 
 
-def gather_counts(
-    rows: Tensor,
-    layout: TokenLayout,
-    ulysses_degree: int,
-    ring_degree: int,
-    group: dist.ProcessGroup | None,
-    whole_mask: bool,
-    row_tiles: bool = False,
-) -> LayerCounts:
-    """Counts from the mask rows that each rank made for its own q-blocks; one gather of integers.
+@dataclass(frozen=True)
+class CountsAsked:
+    """What the counts of a layer hold, alike on all ranks."""
+
+    ulysses_degree: int
+    ring_degree: int
+    batch: int
+    num_heads: int
+    row_tiles: bool
+    """Also the counts of every single row, for policies that cut heads or move q-blocks."""
+
+    @property
+    def size(self) -> int:
+        """Ranks P."""
+        return self.ulysses_degree * self.ring_degree
+
+    def lengths(self, layout: TokenLayout) -> list[int]:
+        """Integers of each part of a rank's counts."""
+        heads, size, longest = self.num_heads, self.size, layout.most_blocks
+        single = longest * heads * size if self.row_tiles else 0
+        return [longest * heads, heads * size, size * heads * size, layout.num_blocks, single]
+
+
+def count_rows(rows: Tensor, layout: TokenLayout, asked: CountsAsked) -> Tensor:
+    """Counts of the mask rows that this rank made for its own q-blocks; nothing waits for the device.
 
     Args:
-        rows: bool [B, H, nb, N], this rank's rows, in the order of `layout.local_blocks`.
+        rows: bool [B, H, nb, N], in the order of `layout.local_blocks`.
         layout: token layout.
-        ulysses_degree: U.
-        ring_degree: R.
-        group: sp group, None for one rank; its backend moves host tensors (the integers are on the host).
-        whole_mask: also gather the mask itself, for policies that move blocks.
-        row_tiles: also gather the counts of every single row, for policies that cut heads or move q-blocks.
-    """
-    size = ulysses_degree * ring_degree
-    heads, num = rows.shape[1], layout.num_blocks
-    plain = block_homes(num, ulysses_degree, ring_degree, "contiguous")
-    local = layout.local_blocks
-    by_home, column_sums = (x.cpu().long() for x in block_counts(rows, layout.homes_on(rows.device), size))
-    by_plain = block_counts(rows, torch.from_numpy(plain).to(rows.device), size)[0].cpu().long()
-    longest = int(np.bincount(layout.homes, minlength=size).max())
-    row_sums = torch.zeros((longest, heads), dtype=torch.int64)
-    row_sums[: len(local)] = by_home.sum(-1).T
-    plain_tiles = torch.zeros((size, heads, size), dtype=torch.int64)
-    plain_tiles.index_add_(0, torch.from_numpy(plain[local]), by_plain.transpose(0, 1))
-    single_rows = torch.zeros((longest if row_tiles else 0, heads, size), dtype=torch.int64)
-    if row_tiles:
-        single_rows[: len(local)] = by_home.transpose(0, 1)
-    mine = torch.cat([x.flatten() for x in (row_sums, by_home.sum(1), plain_tiles, column_sums, single_rows)])
-    gathered = mine[None] if group is None else gather_vectors(mine, group)
-    lengths = [longest * heads, heads * size, size * heads * size, num, single_rows.numel()]
-    all_rows, tiles, all_plain, all_columns, all_single = gathered.split(lengths, dim=1)
+        asked: what to count.
 
+    Returns:
+        int64 [n] on the device of `rows`, equally long on all ranks.
+    """
+    size, num_local = asked.size, rows.shape[2]
+    by_home, columns = (x.long() for x in block_counts(rows, layout.homes_on(rows.device), size))
+    plain_homes, plain_places = layout.contiguous_on(rows.device)
+    by_plain = block_counts(rows, plain_homes, size)[0].long()
+    plain_tiles = by_plain.new_zeros((size, asked.num_heads, size))
+    plain_tiles.index_add_(0, plain_places, by_plain.transpose(0, 1))
+    by_row = by_home.new_zeros((layout.most_blocks, asked.num_heads, size))
+    by_row[:num_local] = by_home.transpose(0, 1)
+    parts = [by_row.sum(-1), by_home.sum(1), plain_tiles, columns]
+    return torch.cat([x.flatten() for x in (*parts, *([by_row] if asked.row_tiles else []))])
+
+
+def gather_counts(
+    mine: Tensor,
+    layout: TokenLayout,
+    asked: CountsAsked,
+    group: dist.ProcessGroup | None,
+    blocks: NDArray[np.bool_] | None = None,
+) -> LayerCounts:
+    """Counts of a layer from those of the ranks' rows; one gather of integers.
+
+    Args:
+        mine: int64 [n] on the host, what `count_rows` gave here.
+        layout: token layout of the rows.
+        asked: as given to `count_rows`.
+        group: sp group, None for one rank; its backend moves host tensors (the integers are on the host).
+        blocks: the whole mask bool [B, H, N, N], for policies that read it.
+    """
+    size, heads, num, longest = asked.size, asked.num_heads, layout.num_blocks, layout.most_blocks
+    gathered = mine[None] if group is None else gather_vectors(mine, group)
+    all_rows, tiles, all_plain, all_columns, all_single = gathered.split(asked.lengths(layout), dim=1)
     row_blocks = np.zeros((heads, num), dtype=np.int64)
-    by_row = np.zeros((heads, num, size), dtype=np.int32) if row_tiles else None
+    by_row = np.zeros((heads, num, size), dtype=np.int32) if asked.row_tiles else None
     for rank in range(size):
         held = np.flatnonzero(layout.homes == rank)
         row_blocks[:, held] = all_rows[rank].view(longest, heads)[: len(held)].T.numpy()
@@ -90,8 +116,8 @@ def gather_counts(
             by_row[:, held] = all_single[rank].view(longest, heads, size)[: len(held)].transpose(0, 1).numpy()
     tile_blocks = tiles.reshape(size, heads, size).transpose(0, 1).numpy()
     plain_blocks = all_plain.sum(0).view(size, heads, size).transpose(0, 1).numpy()
-    blocks: NDArray[np.bool_] | None = gather_mask(rows, layout) if whole_mask else None
-    possible = rows.shape[0] * heads * num * num
+    plain = block_homes(num, asked.ulysses_degree, asked.ring_degree, "contiguous")
+    possible = asked.batch * heads * num * num
     return LayerCounts(
         Workload(row_blocks, tile_blocks, all_columns.sum(0).numpy(), layout.homes, layout.homes, size, blocks, by_row),
         Workload(row_blocks, plain_blocks, None, plain, plain, size),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.attention.chunks import Ring
@@ -22,6 +23,7 @@ from dbsp_megatron.attention.ring_schedule import ring_schedule
 from dbsp_megatron.attention.work import Geometry, WorkIndex
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.transfer import HostCopy
 from dbsp_megatron.masks import MaskMethod, pool_blocks
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
 from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads, plan_loads
@@ -29,7 +31,14 @@ from dbsp_megatron.plan.layout import balanced_runs
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
 from dbsp_megatron.strategy.calibration import LayoutCalibrator
 from dbsp_megatron.strategy.config import SequenceParallelConfig
-from dbsp_megatron.strategy.counts import LayerCounts, counts_of_mask, gather_counts
+from dbsp_megatron.strategy.counts import (
+    CountsAsked,
+    LayerCounts,
+    count_rows,
+    counts_of_mask,
+    gather_counts,
+    gather_mask,
+)
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.records import StepRecords, Stopwatch
 
@@ -83,6 +92,15 @@ class LayerCall:
         return digest_int(self.mask.digest if isinstance(self.mask, BlockMask) else self.mask.describe())
 
 
+@dataclass(frozen=True, eq=False)
+class _Underway:
+    """Counts of a predicted mask on their way to the host, and the plan that was used with it."""
+
+    step: int
+    copy: HostCopy
+    plan: PartitionPlan
+
+
 def _remember(cache: OrderedDict[Hashable, object], key: Hashable, value: object) -> None:
     cache[key] = value
     while len(cache) > _MAX_CACHED:
@@ -106,6 +124,8 @@ class LayerRunner:
         self._counts: OrderedDict[Hashable, object] = OrderedDict()
         self._work: OrderedDict[Hashable, object] = OrderedDict()
         self._patterns = PatternCache()
+        self._underway: OrderedDict[Hashable, object] = OrderedDict()
+        self._latest: OrderedDict[Hashable, object] = OrderedDict()
 
     def run(
         self, call: LayerCall | None, problem: str | None, layer: int, step: int, records: StepRecords
@@ -122,8 +142,6 @@ class LayerRunner:
         if call is not None and isinstance(call.mask, BlockMask):
             counts = self._static_counts(call.mask, call.layout)
             plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
-        elif call is not None and self.config.plan_counts == "previous":
-            plan, reused = self._plan_from_before(call)
         beliefs = {
             "tensor shapes, dtype, layout, grid and scale": call.shape_digest if call else 0,
             "whether gradients are needed": int(call.needs_grad) if call else 0,
@@ -136,36 +154,79 @@ class LayerRunner:
             raise ValueError(f"{where}: {problem}")
 
         watch = Stopwatch(call.q.device)
-        rows: Tensor | BlockMask
         if isinstance(call.mask, BlockMask):
-            rows = call.mask
+            rows: Tensor | BlockMask = call.mask
         else:
-            predicted, fault = self._predict(call, call.mask)
-            agree(where, fault, {}, self.groups.control_group)
-            if predicted is None:
-                raise ValueError(f"{where}: {fault}")
-            rows = predicted
-            counts = gather_counts(
-                rows,
-                call.layout,
-                self.mesh.ulysses_degree,
-                self.mesh.ring_degree,
-                self.groups.control_group if self.mesh.size > 1 else None,
-                self.strategy.needs_mask_on_host,
-                self.strategy.needs_row_tiles(call.q.shape[2]),
-            )
-            if plan is None:
-                plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
-            else:
-                self.cache.observe(layer, step, counts.workload, key=call.plan_key)
-        if plan is None or counts is None:
+            rows, plan, reused, counts = self._predicted_rows(call, call.mask, where)
+        if plan is None:
             raise RuntimeError(f"{where}: no plan was made")
-        if self.strategy.calibrates_layout:
-            self.calibrator.observe(layer, call.layout, counts.workload, plan)
+        if counts is not None:
+            self._observe_layout(call, plan, counts)
+        self._note(records, call, plan, reused, counts)
         out = self._execute(call, plan, rows)
         watch.stop()
-        self._record(records, layer, plan, reused, counts, watch, self.traffic.bytes_sent - before)
+        record = records.layer(layer)
+        record.bytes_sent += self.traffic.bytes_sent - before
+        record.watches.append(watch)
         return out, rows, plan
+
+    def _predicted_rows(
+        self, call: LayerCall, method: MaskMethod, where: str
+    ) -> tuple[Tensor, PartitionPlan, bool, LayerCounts | None]:
+        """Mask rows of this rank, the plan, whether it was kept, and the counts of the mask if they are known now.
+
+        With `plan_counts="previous"` the counts of this step travel to the host while the device goes on, and plan the
+        next one; only the first step of a layer, and policies that read the mask, wait for them.
+        """
+        deferred = self.config.plan_counts == "previous" and not self.strategy.needs_mask_on_host
+        plan, reused = self._plan_from_before(call) if self.config.plan_counts == "previous" else (None, False)
+        rows, fault = self._predict(call, method)
+        # The plan is made from integers that all ranks were given alike, so it can differ only by a fault of ours.
+        agree(where, fault, {"partition plan": digest_int(plan.digest) if plan else 0}, self.groups.control_group)
+        if rows is None:
+            raise ValueError(f"{where}: {fault}")
+        asked = self._asked(call)
+        copy = HostCopy(count_rows(rows, call.layout, asked))
+        key = (call.layer, call.plan_key)
+        if plan is not None and deferred:
+            _remember(self._underway, key, _Underway(call.step, copy, plan))
+            return rows, plan, reused, None
+        blocks = gather_mask(rows, call.layout) if self.strategy.needs_mask_on_host else None
+        counts = gather_counts(copy.wait(), call.layout, asked, self._sp_control_group, blocks)
+        if plan is None:
+            plan, reused = self.cache.plan_for(call.layer, call.step, counts.workload, key=call.plan_key)
+        else:
+            self.cache.observe(call.layer, call.step, counts.workload, key=call.plan_key)
+        return rows, plan, reused, counts
+
+    @property
+    def _sp_control_group(self) -> dist.ProcessGroup | None:
+        return self.groups.control_group if self.mesh.size > 1 else None
+
+    def _asked(self, call: LayerCall) -> CountsAsked:
+        heads = call.q.shape[2]
+        return CountsAsked(
+            self.mesh.ulysses_degree,
+            self.mesh.ring_degree,
+            call.q.shape[0],
+            heads,
+            self.strategy.needs_row_tiles(heads),
+        )
+
+    def _plan_from_before(self, call: LayerCall) -> tuple[PartitionPlan | None, bool]:
+        """The plan that the counts of the step before give; None when this layer has none yet."""
+        key = (call.layer, call.plan_key)
+        underway = cast("_Underway | None", self._underway.get(key))
+        if underway is not None and underway.step != call.step:
+            # Of a step before, so on the host long ago.
+            del self._underway[key]
+            counts = gather_counts(underway.copy.wait(), call.layout, self._asked(call), self._sp_control_group)
+            self.cache.observe(call.layer, underway.step, counts.workload, key=call.plan_key)
+            self._observe_layout(call, underway.plan, counts)
+            _remember(self._latest, key, (underway.plan, counts))
+        if not self.cache.knows(call.layer, call.plan_key):
+            return None, False
+        return self.cache.plan_for(call.layer, call.step, None, key=call.plan_key)
 
     def _static_counts(self, mask: BlockMask, layout: TokenLayout) -> LayerCounts:
         key = (mask.digest, layout.key)
@@ -174,12 +235,6 @@ class LayerRunner:
             _remember(self._counts, key, counts)
         self._counts.move_to_end(key)
         return cast(LayerCounts, self._counts[key])
-
-    def _plan_from_before(self, call: LayerCall) -> tuple[PartitionPlan | None, bool]:
-        """The plan that the counts of the step before give; None when this layer has none yet."""
-        if not self.cache.knows(call.layer, call.plan_key):
-            return None, False
-        return self.cache.plan_for(call.layer, call.step, None, key=call.plan_key)
 
     def _predict(self, call: LayerCall, method: MaskMethod) -> tuple[Tensor | None, str | None]:
         """Mask rows bool [B, H, nb, N] of this rank's q-blocks, or what is wrong with what the method gave."""
@@ -280,27 +335,34 @@ class LayerRunner:
         moved = to_owners((packed,), (index.q_side,), self._exchange(index))[0]
         return moved.permute(0, 2, 1, 3).bool()
 
-    def _record(
-        self,
-        records: StepRecords,
-        layer: int,
-        plan: PartitionPlan,
-        reused: bool,
-        counts: LayerCounts,
-        watch: Stopwatch,
-        num_bytes: int,
+    def _observe_layout(self, call: LayerCall, plan: PartitionPlan, counts: LayerCounts) -> None:
+        if self.strategy.calibrates_layout:
+            self.calibrator.observe(call.layer, call.layout, counts.workload, plan)
+
+    def _note(
+        self, records: StepRecords, call: LayerCall, plan: PartitionPlan, reused: bool, counts: LayerCounts | None
     ) -> None:
+        """What the counts of a mask say of the plan that it was computed with.
+
+        Counts that are still under way are told of in the next step: those of the step before stand in for them.
+        """
+        key = (call.layer, call.plan_key)
+        record = records.layer(call.layer)
+        record.reused, record.moved_q_fraction = reused, plan.moved_q_fraction
+        record.head_owner = [int(owner) for owner in plan.main_head_owner]
+        if counts is not None:
+            _remember(self._latest, key, (plan, counts))
+        elif key in self._latest:
+            plan, counts = cast("tuple[PartitionPlan, LayerCounts]", self._latest[key])
+        else:
+            # A plan from a file, in its first step.
+            return
         loads = plan_loads(plan, counts.workload)
-        record = records.layer(layer)
+        total = int(loads.sum())
         record.imbalance_before = self._contiguous_imbalance(counts)
         record.imbalance_after = barrier_imbalance(loads)
-        total = int(loads.sum())
         record.imbalance_gpu = float(loads.sum(-1).max() * loads.shape[0] * loads.shape[1] / total) if total else 1.0
-        record.reused, record.density = reused, counts.density
-        record.moved_q_fraction = plan.moved_q_fraction
-        record.bytes_sent += num_bytes
-        record.head_owner = [int(owner) for owner in plan.main_head_owner]
-        record.watches.append(watch)
+        record.density = counts.density
         record.blocks_timed += int(loads.max(1).sum(-1).max())
 
     def _contiguous_imbalance(self, counts: LayerCounts) -> float:

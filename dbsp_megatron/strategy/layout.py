@@ -52,7 +52,9 @@ class TokenLayout:
         self.num_blocks = num_blocks(seqlen, block_size)
         self.homes = block_homes(self.num_blocks, ulysses_degree, ring_degree, policy) if homes is None else homes
         self._version = "" if homes is None else hashlib.blake2b(homes.tobytes(), digest_size=8).hexdigest()
+        self._contiguous = block_homes(self.num_blocks, ulysses_degree, ring_degree, "contiguous")
         self._homes_on: dict[torch.device, Tensor] = {}
+        self._contiguous_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
         # Every attention call asks for it, so it is made once.
         self.token_homes = np.repeat(self.homes, block_size)[:seqlen]
         size = ulysses_degree * ring_degree
@@ -68,6 +70,18 @@ class TokenLayout:
         if device not in self._homes_on:
             self._homes_on[device] = torch.from_numpy(self.homes).to(device)
         return self._homes_on[device]
+
+    def contiguous_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Homes that the blocks would have in the contiguous layout, [N], and those of the blocks here; copied once."""
+        if device not in self._contiguous_on:
+            homes = torch.from_numpy(self._contiguous)
+            self._contiguous_on[device] = homes.to(device), homes[torch.from_numpy(self.local_blocks)].to(device)
+        return self._contiguous_on[device]
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the rank that holds most."""
+        return int(np.bincount(self.homes).max())
 
     def homes_for(self, block_size: int) -> np.ndarray:
         """Sp rank of the first token of each block of another block size, int64 [ceil(S / block_size)]."""

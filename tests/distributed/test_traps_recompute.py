@@ -136,7 +136,9 @@ def _reuse(rank: int, world_size: int) -> None:
         for plan_counts in ("previous", "current"):
             kept = {}
             for gain in (0.0, 1e9):
-                sp = make_sp("dbsp", u, r, plan_counts=plan_counts, replan_gain=gain)
+                # Whole heads: the gradients of a cut head's K and V are summed over ranks, in an order of their own.
+                options = {"plan_counts": plan_counts, "replan_gain": gain, "head_policy": "lpt_swap"}
+                sp = make_sp("dbsp", u, r, **options)
                 label = f"U{u}R{r} {plan_counts} gain {gain}"
                 runs, reused = [], []
                 for step in range(10):

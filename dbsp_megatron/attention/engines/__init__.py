@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from .base import AttentionClass, BlockPattern, Engine
-from .choice import ENGINES, attention_class, check_engine, choose_engine, engine_for_tensors, engine_named
+from .choice import (
+    ENGINES,
+    attention_class,
+    check_engine,
+    choose_engine,
+    engine_for_tensors,
+    engine_named,
+    engine_reading,
+)
 
 __all__ = [
     "ENGINES",
@@ -15,4 +23,5 @@ __all__ = [
     "choose_engine",
     "engine_for_tensors",
     "engine_named",
+    "engine_reading",
 ]

@@ -175,6 +175,24 @@ def engine_for_tensors(name: str, call: AttentionClass, q: Tensor, k: Tensor, v:
     return other
 
 
+def engine_reading(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Engine:
+    """An engine that was chosen for a class, or one of ours where it cannot read these tensors of the class.
+
+    Ranks may differ in it: what they send one another does not depend on the engine.
+    """
+    reason = engine.refuses_tensors(q, k, v)
+    if reason is None:
+        return engine
+    names = ("triton", "torch") if q.is_cuda and q.dtype != torch.float64 else ("torch",)
+    others = (engine_named(name) for name in names if name != engine.name)
+    other = next(x for x in others if x.refuses_tensors(q, k, v) is None)
+    _say_once(
+        logging.WARNING,
+        f"attention engine {engine.name} cannot read the tensors of a rank ({reason}): {other.name} runs it there",
+    )
+    return other
+
+
 def _order(call: AttentionClass) -> tuple[str, ...]:
     """Names in the order in which `auto` tries them; the last one runs everything."""
     if call.device.type != "cuda":

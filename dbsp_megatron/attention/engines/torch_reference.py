@@ -5,6 +5,9 @@ Dims: B batch, Sq/Sk tokens, H query heads, D/Dv head dims, Nq/Nk blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -64,9 +67,25 @@ class TorchEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients, made in the accumulation dtype and rounded once."""
         sizes = (pattern.block_size_q, pattern.block_size_k)
-        grads = torch_engine.backward(q, k, v, dout, lse, delta, pattern.blocks, *sizes, scale, kv_index)
+        with _repeatable_sums(deterministic):
+            grads = torch_engine.backward(q, k, v, dout, lse, delta, pattern.blocks, *sizes, scale, kv_index)
         dq, dk, dv = grads if dtype is None else (x.to(dtype) for x in grads)
         return dq, dk, dv
+
+
+@contextmanager
+def _repeatable_sums(wanted: bool) -> Iterator[None]:
+    """On CUDA PyTorch adds rows with equal indices in any order unless told otherwise, for all of the process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or before:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _in_range(q_range: Tensor, num_q: int) -> Tensor:

@@ -68,20 +68,6 @@ def test_reserved_strategies_say_that_they_are_missing(name: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"head_policy": "split"},
-        {"block_policy": "minimal_move"},
-        {"block_policy": "step_aware"},
-    ],
-)
-def test_reserved_policies_say_that_they_are_missing(given: dict[str, Any]) -> None:
-    """Likewise for policies."""
-    with pytest.raises(NotImplementedError, match=next(iter(given.values()))):
-        SequenceParallelConfig(**given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
         {"strategy": "usq"},
         {"ulysses_degree": 0},
         {"ring_degree": True},
