@@ -32,6 +32,9 @@ class BlockMask:
         seqlen_q: number of query tokens, default `Nq * block_size_q`.
         seqlen_k: number of key tokens, default `Nk * block_size_k`.
 
+    Digest and host copy are kept until PyTorch counts a write to `blocks`. Writes through NumPy, `.data` or kernels of
+    other libraries it does not count: call `refresh` after one.
+
     Raises:
         ValueError: shape, dtype, block size and length do not fit together.
     """
@@ -55,7 +58,7 @@ class BlockMask:
         for side, count in (("q", self.num_q_blocks), ("k", self.num_k_blocks)):
             size = getattr(self, f"block_size_{side}")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"block_size_{side} must be an integer >= 1, got {size!r}")
+                raise ValueError(f"block_size_{side} must be an integer >= 1, got {size!r}: convert it with int()")
             seqlen = getattr(self, f"seqlen_{side}")
             if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < -1):
                 raise ValueError(f"seqlen_{side} must be an integer >= 0, got {seqlen!r}")
@@ -80,9 +83,10 @@ class BlockMask:
     ) -> BlockMask:
         """Mask with every block on, one pattern for the whole batch."""
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+        least = {"num_heads": 0, "seqlen_q": 0, "seqlen_k": 0, "block_size_q": 1, "block_size_k": 1}
+        for name, value in zip(least, (num_heads, seqlen_q, seqlen_k, block_size_q, block_size_k), strict=True):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
+                raise ValueError(f"{name} must be an integer >= {least[name]}, got {value!r}: convert it with int()")
         shape = (1, num_heads, num_blocks(seqlen_q, block_size_q), num_blocks(seqlen_k, block_size_k))
         return cls(torch.ones(shape, dtype=torch.bool, device=device), block_size_q, block_size_k, seqlen_q, seqlen_k)
 
@@ -139,6 +143,10 @@ class BlockMask:
         if not isinstance(array, np.ndarray):
             raise TypeError("the cached mask is not an array")
         return array
+
+    def refresh(self) -> None:
+        """Forget what was kept of `blocks`, after a write to it that PyTorch did not count."""
+        self._cache.clear()
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask on another device (itself if it is there already)."""

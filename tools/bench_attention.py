@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -250,10 +251,10 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _block(text: str) -> tuple[int, int]:
-    sizes = [int(size) for size in text.split("x")]
-    if not 1 <= len(sizes) <= 2 or min(sizes) < 1:
-        raise ValueError(text)
-    return sizes[0], sizes[-1]
+    sizes = text.split("x")
+    if not 1 <= len(sizes) <= 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--block-size must be whole numbers of tokens, got {text!r}: write 64, or 128x64")
+    return int(sizes[0]), int(sizes[-1])
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[BenchConfig, dict[str, Path | None]]:
@@ -282,10 +283,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[BenchConfig, dict[str, Path
     parser.add_argument("--plot", type=Path, help="PNG file of the speeds over density")
     options = parser.parse_args(argv)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    try:
-        block_sizes = tuple(_block(text) for text in options.block_size)
-    except ValueError as error:
-        raise ValueError(f"--block-size must be like 64 or 128x64, got {error}: pass positive numbers") from error
+    block_sizes = tuple(_block(text) for text in options.block_size)
     config = BenchConfig(
         device=device,
         dtype=options.dtype or ("bfloat16" if device == "cuda" else "float32"),
@@ -307,9 +305,21 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[BenchConfig, dict[str, Path
     for flag, path in files.items():
         if path is not None and path.is_dir():
             raise ValueError(f"--{flag} {path} is a folder: name a file in it")
+        if path is not None:
+            _check_writable(flag, path)
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         raise ValueError(f"--plot writes a PNG file, got {options.plot}: end its name in .png")
     return config, files
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Before anything is measured: whether a file, and the folders that are missing on its way, can be made."""
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "cannot be written to" if folder.is_dir() else "is a file"
+        raise ValueError(f"--{flag} {path} cannot be made, {folder} {why}: name a path in a folder of yours")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -328,9 +338,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # After every mask: a run that is ended early leaves what it has.
             if files["json"] is not None:
                 write_text(files["json"], json.dumps(report, indent=1) + "\n")
+        # The table first: what was measured is told whatever becomes of the files.
+        print(text_report(report), flush=True)
         if files["markdown"] is not None:
             write_text(files["markdown"], markdown_report(report))
-        print(text_report(report), flush=True)
         if not any(record["tflops"] is not None for record in bench.records):
             raise ValueError("no implementation gave a figure; the reasons are above")
         if files["plot"] is not None:

@@ -15,7 +15,7 @@ from dbsp_megatron.attention.pattern_cache import MaskPatterns
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
 
 mask_patterns = MaskPatterns()
-"""Patterns of all calls in this process: one set of lists serves forward, backward and later calls with a mask."""
+"""Patterns of all calls in this process: one set of lists serves a forward pass and the backward pass after it."""
 
 
 @torch.library.custom_op(
@@ -64,7 +64,7 @@ def attend(
     # A compiled graph has no requires_grad left: there the class is that of a call without a backward pass.
     backward = q.requires_grad or k.requires_grad or v.requires_grad
     chosen = _engine(engine, q, k, v, blocks, *sizes, backward, backward and _is_deterministic(deterministic))
-    out, lse = chosen.forward(q, k, v, mask_patterns.pattern(blocks, *sizes), scale)
+    out, lse = chosen.forward(q, k, v, mask_patterns.pattern(blocks, *sizes, fresh=True), scale)
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -123,7 +123,9 @@ def attend_backward(
     repeats = _is_deterministic(deterministic)
     chosen = _engine(engine, q, k, v, blocks, *sizes, True, repeats)
     dq, dk, dv = chosen.backward(
-        *(q, k, v, dout, lse, output_delta(out, dout, dlse), mask_patterns.pattern(blocks, *sizes), scale),
+        *(q, k, v, dout, lse, output_delta(out, dout, dlse)),
+        mask_patterns.pattern(blocks, *sizes, fresh=False),
+        scale,
         out=out if dlse is None else None,
         deterministic=repeats,
         dtype=q.dtype,

@@ -99,7 +99,11 @@ class _MaskPattern(BlockPattern):
 
 
 class MaskPatterns:
-    """Patterns of mask tensors, found again while the same tensor is alive and was not written to."""
+    """Patterns of mask tensors, made by each forward pass and found again by the backward pass.
+
+    A later forward pass does not find them: PyTorch counts writes, but not those through NumPy, `.data` or other
+    libraries' kernels, and lists of a mask as it was before would give a finite wrong answer.
+    """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
         self._cache = PatternCache(max_blocks)
@@ -107,7 +111,7 @@ class MaskPatterns:
     def __len__(self) -> int:
         return len(self._cache)
 
-    def pattern(self, blocks: Tensor, block_size_q: int, block_size_k: int) -> BlockPattern:
+    def pattern(self, blocks: Tensor, block_size_q: int, block_size_k: int, *, fresh: bool) -> BlockPattern:
         """Pattern of a mask for a call on the current stream.
 
         Args:
@@ -115,12 +119,13 @@ class MaskPatterns:
                 written to.
             block_size_q: tokens per q-block.
             block_size_k: tokens per k-block.
+            fresh: make a new one, for a forward pass.
         """
         stream = _stream(blocks.device)
         if stream is None or blocks.is_inference():
             return BlockPattern(blocks, block_size_q, block_size_k)
         key = (id(blocks), block_size_q, block_size_k, stream)
-        found = self._cache.find(key)
+        found = None if fresh else self._cache.find(key)
         if isinstance(found, _MaskPattern) and found.mask() is blocks and found.version == blocks._version:
             return found
         pattern = _MaskPattern(

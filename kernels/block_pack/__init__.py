@@ -85,8 +85,8 @@ def unpack(
 ) -> list[Tensor]:
     """Inverse of `pack` for indices that name every row at most once; no gradient.
 
-    Rows that an index does not name stay uninitialised unless `fill` says otherwise, and of rows named twice one copy is kept, no matter which: use
-    `unpack_sum` for such indices.
+    Rows that an index does not name stay uninitialised unless `fill` says otherwise, and of rows named twice one copy
+    is kept, no matter which: use `unpack_sum` for such indices.
 
     Args:
         flat: [sum of piece_sizes], contiguous.
@@ -165,6 +165,8 @@ def _check_fit(shapes: Sequence[Sequence[int]], indices: Sequence[PieceIndex], d
 def _check_flat(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> None:
     if not indices:
         raise ValueError("indices must hold at least one index, got none: pass that of each tensor")
+    if len(indices) != len(dims):
+        raise ValueError(f"dims must hold one head dim for each index, got {len(dims)} and {len(indices)} indices")
     shapes = [(batch, index.num_tokens, index.num_heads, dim) for index, dim in zip(indices, dims, strict=True)]
     _check_fit(shapes, indices, flat.device)
     wanted = sum(piece_sizes(indices, batch, dims))

@@ -56,6 +56,9 @@ class PieceIndex:
                 f"tokens and heads must have one entry for each piece, got {len(tokens)} and {len(heads)}: pass both "
                 "for every peer"
             )
+        for name, lists in (("tokens", tokens), ("heads", heads)):
+            if any(x.is_floating_point() or x.dtype == torch.bool for x in lists):
+                raise ValueError(f"{name} must be integers, got {[x.dtype for x in lists]}: pass indices, not masks")
         return cls(
             tokens=torch.cat(list(tokens)).to(torch.int32),
             heads=torch.cat(list(heads)).to(torch.int32),

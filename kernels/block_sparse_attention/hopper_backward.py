@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .arguments import check_rows
 from .hopper_device import bshd_descriptor, list_row, next_slot, received, send, tile_of_program
 from .hopper_dq import prepare_kernel, reorder_kernel
 from .hopper_launch import (
@@ -407,6 +408,8 @@ def hopper_backward(
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1:3]
     check_heads(q, k, v, kv_index)
+    for name, x in (("lse", lse), ("delta", delta)):
+        check_rows(name, x, (batch, num_heads, seqlen_q), q.device)
     num_q, num_k = check_lists(lists, batch, num_heads, seqlen_q, seqlen_k, block_size_q, block_size_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:

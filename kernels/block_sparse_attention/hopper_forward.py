@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .arguments import check_tables
 from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, received, send, tile_of_program
 from .hopper_launch import (
     LOG2E,
@@ -434,6 +435,7 @@ def hopper_forward(
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1:3]
     check_heads(q, k, v, kv_index)
+    check_tables(None, q_range, num_heads, q.device)
     num_q, num_k = check_lists(lists, batch, num_heads, seqlen_q, seqlen_k, block_size_q, block_size_k)
     resume = out is not None
     if out is None or lse is None:

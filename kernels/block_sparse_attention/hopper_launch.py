@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .arguments import check_rows, check_tables
 from .lists import BlockLists, launch_order
 
 LOG2E = 1.4426950408889634
@@ -175,8 +176,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> Non
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
     if kv_index is None and (num_kv_heads == 0 or num_heads % num_kv_heads) and num_heads:
         raise ValueError(f"kv heads must divide query heads, got {num_kv_heads} and {num_heads}: pass kv_index")
-    if kv_index is not None and kv_index.shape != (num_heads,):
-        raise ValueError(f"kv_index must be [{num_heads}], got {list(kv_index.shape)}: one kv head for each query head")
+    check_tables(kv_index, None, num_heads, q.device)
 
 
 def check_lists(
@@ -223,12 +223,12 @@ def check_state(out: Tensor, lse: Tensor, q: Tensor) -> None:
         ValueError: wrong dtype, shape or stride.
     """
     batch, seqlen, heads, _ = q.shape
-    for name, x, shape in (("out", out, q.shape), ("lse", lse, (batch, heads, seqlen))):
-        if x.dtype != torch.float32 or x.shape != shape or (name == "out" and x.numel() and x.stride(3) != 1):
-            raise ValueError(
-                f"{name} to resume from must be float32 {list(shape)} (out with last stride 1), got {x.dtype} "
-                f"{list(x.shape)} with strides {x.stride()}: keep the state of a ring in float32"
-            )
+    check_rows("lse", lse, (batch, heads, seqlen), q.device)
+    if out.dtype != torch.float32 or out.shape != q.shape or out.device != q.device:
+        raise ValueError(
+            f"out to resume from must be float32 {list(q.shape)} on {q.device}, got {out.dtype} {list(out.shape)} on "
+            f"{out.device}: keep the state of a ring in float32"
+        )
     if (reason := _unfit_for_tma("out", out)) is not None:
         raise ValueError(
             f"out to resume from does not fit: {reason}; keep the state of a ring in one contiguous tensor"

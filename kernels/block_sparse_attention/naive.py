@@ -43,4 +43,6 @@ def naive_block_sparse_attention(
     # An empty row would be exp(-inf - -inf) = nan; subtracting 0 there gives the wanted zeros and zero gradients.
     empty = torch.isneginf(lse)
     weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    # Already 0 there; masked, it also stops a gradient of nan.
+    return out.masked_fill(empty.transpose(1, 2)[..., None], 0.0), lse

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import check_rows
 from .lists import BlockLists, launch_order
 from .portable_config import TileConfig, padded_dim, tile_config
 from .portable_tiles import (
@@ -448,6 +449,8 @@ def portable_backward(
     per query row and head. Deterministic.
     """
     sizes = geometry(q, k, v, lists.count, block_size_q, block_size_k, scale, kv_index)
+    for name, x in (("lse", lse), ("delta", delta)):
+        check_rows(name, x, (sizes.batch, sizes.num_heads, sizes.seqlen_q), q.device)
     if lists.t_count is None or lists.t_index is None or lists.t_order is None:
         raise ValueError("lists must have their transpose for a backward pass, got none: call lists.with_transpose")
     if dout.shape != q.shape or dout.dtype != q.dtype or (dout.stride(3) != 1 and dout.numel()):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import check_rows, check_tables
 from .lists import BlockLists
 from .portable_config import TileConfig, padded_dim, tile_config
 from .portable_tiles import (
@@ -242,7 +243,10 @@ def portable_forward(
     extra memory: the results. Deterministic: a row is summed by one program, in the order of its list.
     """
     sizes = geometry(q, k, v, lists.count, block_size_q, block_size_k, scale, kv_index)
+    check_tables(None, q_range, sizes.num_heads, q.device)
     resume = out is not None
+    if lse is not None:
+        check_rows("lse", lse, (sizes.batch, sizes.num_heads, sizes.seqlen_q), q.device)
     if resume != (lse is not None):
         raise ValueError("out and lse must be given together, got one of them: pass both to continue, or none")
     if out is None or lse is None:
@@ -252,10 +256,10 @@ def portable_forward(
         lse = new_lse((sizes.batch, sizes.num_heads, sizes.seqlen_q), dtype=torch.float32)
         if q_range is not None:
             lse.fill_(float("-inf"))
-    elif out.dtype != torch.float32 or lse.dtype != torch.float32 or out.shape != q.shape or out.stride(3) != 1:
+    elif out.dtype != torch.float32 or out.shape != q.shape or out.device != q.device or out.stride(3) != 1:
         raise ValueError(
-            f"out must be fp32 {list(q.shape)} with last stride 1 and lse fp32 to be continued, got {out.dtype} "
-            f"{list(out.shape)} with strides {out.stride()} and {lse.dtype}: keep both in fp32 between shards"
+            f"out must be fp32 {list(q.shape)} on {q.device} with last stride 1 to be continued, got {out.dtype} "
+            f"{list(out.shape)} on {out.device} with strides {out.stride()}: keep it in fp32 between shards"
         )
     if out.numel() == 0:
         return out, lse

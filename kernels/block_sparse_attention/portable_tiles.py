@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import check_tables
 from .portable_config import TileConfig, has_tma, padded_dim
 
 LOG2E = 1.4426950408889634
@@ -167,8 +168,7 @@ def geometry(
             f"query heads must be a multiple of kv heads without kv_index, got {num_heads} and {num_kv_heads}: "
             "pass kv_index, the kv head of each query head"
         )
-    if kv_index is not None and kv_index.shape != (num_heads,):
-        raise ValueError(f"kv_index must be [{num_heads}], got {list(kv_index.shape)}: pass one kv head per query head")
+    check_tables(kv_index, None, num_heads, q.device)
     num_q, num_k = triton.cdiv(seqlen_q, block_size_q), triton.cdiv(seqlen_k, block_size_k)
     mask_batch, mask_heads, listed_q = count.shape
     if listed_q != num_q or mask_batch not in (1, batch) or mask_heads not in (1, num_heads):

@@ -226,9 +226,10 @@ def backward(
 
 
 def _backward(data: _Blocks, dout: Tensor, lse: Tensor, delta: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    dout = data.split_rows(dout)
     lse = data.split_stats(lse, float("-inf"))
     empty = torch.isneginf(lse)
+    # Also a gradient of nan leaves a row without keys alone, as it does where a kernel never visits the row.
+    dout = data.split_rows(dout).masked_fill(empty[..., None], 0.0)
     lse = lse.masked_fill(empty, 0.0)
     # Weights of an empty row are exactly 0, but 0 * nan would still be nan if the gradient of its -inf lse is one.
     delta = data.split_stats(delta, 0.0).masked_fill(empty, 0.0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from dbsp_megatron import BlockMask, block_sparse_attention
+from dbsp_megatron.kernels.block_sparse_attention import naive_block_sparse_attention
 from tests.reference import random_blocks, random_qkv
 
 
@@ -85,3 +89,65 @@ def test_block_sparse_attention_torch_engine_equals_auto_on_cpu() -> None:
     named = block_sparse_attention(q, k, v, mask, engine="torch")
     assert torch.equal(auto[0], named[0])
     assert torch.equal(auto[1], named[1])
+
+
+def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask]:
+    q, k, v, _ = random_qkv(0, 1, 32, 2, 8)
+    return q, k, v, BlockMask.dense(2, 32, block_size_q=16, block_size_k=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"scale": "1"}, "scale must be a finite number"),
+        ({"scale": 1j}, "scale must be a finite number"),
+        ({"scale": 10**400}, "scale must be a finite number"),
+        ({"deterministic": "no"}, "deterministic must be True, False or None"),
+    ],
+)
+def test_block_sparse_attention_refuses_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        block_sparse_attention(*_problem(), **options)
+
+
+def test_block_sparse_attention_refuses_tensors_it_cannot_compute_with() -> None:
+    q, k, v, mask = _problem()
+    with pytest.raises(ValueError, match="fp16, bf16, fp32 and fp64"):
+        block_sparse_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), mask)
+    with pytest.raises(ValueError, match="v one >= 1"):
+        block_sparse_attention(q, k, v[..., :0], mask)
+    with pytest.raises(ValueError, match="dense tensor"):
+        block_sparse_attention(q.to_sparse(), k, v, mask)
+
+
+@pytest.mark.parametrize("sizes", [{"block_size_q": 0}, {"block_size_k": "a"}, {"num_heads": -1}])
+def test_dense_mask_refuses_sizes(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be an integer >= "):
+        BlockMask.dense(**{"num_heads": 2, "seqlen_q": 10, **sizes})
+
+
+def test_forward_mode_is_refused_and_not_zero() -> None:
+    q, k, v, mask = _problem()
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: block_sparse_attention(x, k, v, mask)[0], (q,), (torch.ones_like(q),))
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.grad(lambda x: block_sparse_attention(x, k, v, mask)[0].sum())(q)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        block_sparse_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, mask)
+    block_sparse_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("engine", ["torch", "naive"])
+def test_gradients_of_nan_stop_at_rows_without_keys(engine: str) -> None:
+    """As of `out / out.norm()`: a row that attends nothing takes no gradient, whatever comes in."""
+    q, k, v, _ = _problem()
+    blocks = torch.tensor([[1, 1], [0, 0]], dtype=torch.bool).expand(1, 2, 2, 2)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if engine == "naive":
+        out, _ = naive_block_sparse_attention(*leaves, blocks, 16, 16)
+    else:
+        out, _ = block_sparse_attention(*leaves, BlockMask(blocks, 16, 16))
+    dout = torch.ones_like(out)
+    dout[:, 16:] = float("nan")
+    for gradient in torch.autograd.grad(out, leaves, dout):
+        assert bool(torch.isfinite(gradient).all())

@@ -165,15 +165,26 @@ def test_deterministic_is_read_in_the_backward_pass(
     assert lister.backward_options[0]["deterministic"] == bool(wanted)
 
 
-def test_lists_are_made_once_for_all_calls_with_a_mask(lister: _Lister, builds: list[bool]) -> None:
+def test_lists_are_made_once_for_forward_and_backward(lister: _Lister, builds: list[bool]) -> None:
     leaves, dout, blocks = _inputs()
     mask = _mask(blocks)
     for _ in range(3):
         out, _ = block_sparse_attention(*leaves, mask)
         torch.autograd.grad(out, leaves, dout)
-        block_sparse_attention(*(x.detach() for x in leaves), _mask(blocks))
-    assert builds == [True]
+    assert builds == [True] * 3
     assert len(lister.backward_options) == 3
+
+
+def test_writes_that_torch_does_not_count_are_seen_by_the_next_call(lister: _Lister, builds: list[bool]) -> None:
+    leaves, _, blocks = _inputs()
+    shared = blocks.numpy()
+    mask = _mask(blocks)
+    block_sparse_attention(*leaves, mask)
+    shared[:, 1] = ~shared[:, 1]
+    out, _ = block_sparse_attention(*leaves, mask)
+    want = attention_reference(*leaves, expand_blocks(blocks, 16, 16, SEQLEN, SEQLEN))[0]
+    assert max_error(out, want) <= FP32_ATOL
+    assert len(builds) == 2
 
 
 def test_lists_of_other_block_sizes_and_masks_are_others(lister: _Lister, builds: list[bool]) -> None:
@@ -237,7 +248,7 @@ def test_masks_made_in_inference_mode_are_not_kept(lister: _Lister, builds: list
         assert max_error(got, want) <= FP32_ATOL
     out, _ = block_sparse_attention(*leaves, _mask(blocks))
     torch.autograd.grad(out, leaves, dout)
-    assert len(builds) == 3
+    assert len(builds) == 4
 
 
 def test_attend_refuses_a_mask_of_other_lengths() -> None:

@@ -52,12 +52,12 @@ def test_pattern_cache_makes_once() -> None:
 def test_mask_patterns_let_go_of_masks_and_replace_what_was_written_to() -> None:
     masks = MaskPatterns()
     blocks = torch.ones(1, 2, 3, 3, dtype=torch.bool)
-    first = masks.pattern(blocks, 16, 16)
-    assert masks.pattern(blocks, 16, 16) is first
-    assert masks.pattern(blocks.view(1, 2, 3, 3), 16, 16) is not first
+    first = masks.pattern(blocks, 16, 16, fresh=True)
+    assert masks.pattern(blocks, 16, 16, fresh=False) is first
+    assert masks.pattern(blocks.view(1, 2, 3, 3), 16, 16, fresh=False) is not first
     assert len(masks) == 1
     blocks[0, 0] = False
-    second = masks.pattern(blocks, 16, 16)
+    second = masks.pattern(blocks, 16, 16, fresh=False)
     assert second is not first
     assert torch.equal(second.blocks, blocks)
     assert len(masks) == 1
@@ -70,7 +70,7 @@ def test_mask_patterns_hold_a_bounded_number_of_blocks() -> None:
     masks = MaskPatterns(max_blocks=40)
     tensors = [torch.ones(1, 1, 3, 3, dtype=torch.bool) for _ in range(9)]
     for blocks in tensors:
-        masks.pattern(blocks, 16, 16)
+        masks.pattern(blocks, 16, 16, fresh=True)
     assert len(masks) == 4
 
 
@@ -85,7 +85,7 @@ def test_mask_patterns_from_several_threads() -> None:
         for _ in range(100):
             own = torch.rand((1, 2, 4, 4), generator=generator) < 0.5
             for blocks in (own, shared):
-                lists = masks.pattern(blocks, 16, 16).lists(transpose=True)
+                lists = masks.pattern(blocks, 16, 16, fresh=False).lists(transpose=True)
                 if not torch.equal(lists.count, blocks.sum(-1, dtype=torch.int32)) or lists.t_count is None:
                     faults.append(f"thread {seed}")
 

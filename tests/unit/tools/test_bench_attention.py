@@ -195,8 +195,8 @@ def test_ratios_are_over_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch,
         (["--kv-heads", "3"], "--kv-heads must divide --heads, got 3 and 4"),
         (["--density", "1.5"], "--density must be above 0 and at most 1, got 1.5"),
         (["--density", "nan"], "--density must be above 0 and at most 1, got nan"),
-        (["--block-size", "64y32"], "--block-size must be like 64 or 128x64"),
-        (["--block-size", "-8"], "--block-size must be like 64 or 128x64"),
+        (["--block-size", "64y32"], "--block-size must be whole numbers"),
+        (["--block-size", "-8"], "--block-size must be whole numbers"),
         (["--budget-ms", "nan"], "--budget-ms must be a number above 0, got nan"),
         (["--plot", "speeds.svg"], "--plot writes a PNG file"),
         (["--json", "{folder}"], "--json .* is a folder: name a file in it"),
@@ -378,3 +378,18 @@ def test_baselines_without_their_library_say_so(monkeypatch: pytest.MonkeyPatch)
     for name in ("flash_attn_4", "cudnn"):
         with pytest.raises(NotInstalledError, match="cannot be imported"):
             attention_baselines.BASELINES[name](case)
+
+
+def test_outputs_that_cannot_be_made_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for flag, name in (("--markdown", "file/a.md"), ("--json", "file/deeper/a.json"), ("--plot", "file/a.png")):
+        status, out, said = _run("--engine", "torch", flag, str(tmp_path / name))
+        assert status == 2
+        assert f"{flag} {tmp_path / name} cannot be made" in said
+        assert not out
+
+
+def test_block_sizes_that_are_no_numbers_are_refused() -> None:
+    status, _, said = _run("--engine", "torch", "--block-size", "16x")
+    assert status == 2
+    assert "--block-size must be whole numbers" in said
