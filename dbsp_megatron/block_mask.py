@@ -44,6 +44,8 @@ class BlockMask:
     block_size_k: int = 64
     seqlen_q: int = -1
     seqlen_k: int = -1
+    made_dense: bool = field(default=False, init=False, repr=False)
+    """Made by `dense`, so that attention needs no index lists."""
     _cache: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,11 @@ class BlockMask:
             if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
                 raise ValueError(f"{name} must be an integer >= {least[name]}, got {value!r}: convert it with int()")
         shape = (1, num_heads, num_blocks(seqlen_q, block_size_q), num_blocks(seqlen_k, block_size_k))
-        return cls(torch.ones(shape, dtype=torch.bool, device=device), block_size_q, block_size_k, seqlen_q, seqlen_k)
+        # One element seen from everywhere: it takes no memory, and PyTorch refuses to write to it in place.
+        blocks = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(shape)
+        mask = cls(blocks, block_size_q, block_size_k, seqlen_q, seqlen_k)
+        object.__setattr__(mask, "made_dense", True)
+        return mask
 
     @property
     def batch_size(self) -> int:
@@ -152,6 +158,9 @@ class BlockMask:
         """The same mask on another device (itself if it is there already)."""
         if self.blocks.device == torch.device(device):
             return self
+        if self.made_dense:
+            sizes = {"block_size_q": self.block_size_q, "block_size_k": self.block_size_k}
+            return BlockMask.dense(self.num_heads, self.seqlen_q, self.seqlen_k, device=device, **sizes)
         return BlockMask(self.blocks.to(device), self.block_size_q, self.block_size_k, self.seqlen_q, self.seqlen_k)
 
     def to_dense(self) -> Tensor:

@@ -147,5 +147,6 @@ def block_sparse_attention(
         )
     scale = softmax_scale(scale, q.shape[-1])
     blocks = mask.to(q.device).blocks
-    out, lse = attend(q, k, v, blocks, mask.block_size_q, mask.block_size_k, scale, engine, deterministic)
+    sizes = (mask.block_size_q, mask.block_size_k)
+    out, lse = attend(q, k, v, blocks, *sizes, scale, engine, deterministic, mask.made_dense)
     return (out, lse) if return_lse else out

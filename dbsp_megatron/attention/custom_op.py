@@ -22,7 +22,7 @@ mask_patterns = MaskPatterns()
     "dbsp::block_sparse_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor blocks, SymInt block_size_q, SymInt block_size_k, float scale, "
-    "str engine, bool? deterministic) -> (Tensor, Tensor)",
+    "str engine, bool? deterministic, bool dense=False) -> (Tensor, Tensor)",
 )
 def attend(
     q: Tensor,
@@ -34,6 +34,7 @@ def attend(
     scale: float,
     engine: str,
     deterministic: bool | None,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q over the dense blocks of k, v.
 
@@ -47,6 +48,7 @@ def attend(
         scale: softmax scale.
         engine: a name of `ENGINES`.
         deterministic: of the backward pass; None: what torch is set to when it runs.
+        dense: every block is dense; the caller knows, the operator does not look.
 
     Returns:
         out [B, Sq, H, Dv] in q's dtype and lse [B, H, Sq] in the accumulation dtype, both contiguous.
@@ -64,7 +66,7 @@ def attend(
     # A compiled graph has no requires_grad left: there the class is that of a call without a backward pass.
     backward = q.requires_grad or k.requires_grad or v.requires_grad
     chosen = _engine(engine, q, k, v, blocks, *sizes, backward, backward and _is_deterministic(deterministic))
-    out, lse = chosen.forward(q, k, v, mask_patterns.pattern(blocks, *sizes, fresh=True), scale)
+    out, lse = chosen.forward(q, k, v, mask_patterns.pattern(blocks, *sizes, fresh=True, dense=dense), scale)
     return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -78,7 +80,7 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, T
     "dbsp::block_sparse_attention_backward",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, Tensor blocks, "
-    "SymInt block_size_q, SymInt block_size_k, float scale, str engine, bool? deterministic) "
+    "SymInt block_size_q, SymInt block_size_k, float scale, str engine, bool? deterministic, bool dense=False) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def attend_backward(
@@ -95,6 +97,7 @@ def attend_backward(
     scale: float,
     engine: str,
     deterministic: bool | None,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v of `attend`; arguments as there.
 
@@ -112,6 +115,7 @@ def attend_backward(
         scale: softmax scale.
         engine: a name of `ENGINES`.
         deterministic: gradients must repeat bitwise; None: what torch is set to.
+        dense: as there.
 
     Returns:
         dq, dk, dv in q's dtype, contiguous.
@@ -124,7 +128,7 @@ def attend_backward(
     chosen = _engine(engine, q, k, v, blocks, *sizes, True, repeats)
     dq, dk, dv = chosen.backward(
         *(q, k, v, dout, lse, output_delta(out, dout, dlse)),
-        mask_patterns.pattern(blocks, *sizes, fresh=False),
+        mask_patterns.pattern(blocks, *sizes, fresh=False, dense=dense),
         scale,
         out=out if dlse is None else None,
         deterministic=repeats,

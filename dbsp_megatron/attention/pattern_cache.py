@@ -111,7 +111,9 @@ class MaskPatterns:
     def __len__(self) -> int:
         return len(self._cache)
 
-    def pattern(self, blocks: Tensor, block_size_q: int, block_size_k: int, *, fresh: bool) -> BlockPattern:
+    def pattern(
+        self, blocks: Tensor, block_size_q: int, block_size_k: int, *, fresh: bool, dense: bool = False
+    ) -> BlockPattern:
         """Pattern of a mask for a call on the current stream.
 
         Args:
@@ -120,10 +122,11 @@ class MaskPatterns:
             block_size_q: tokens per q-block.
             block_size_k: tokens per k-block.
             fresh: make a new one, for a forward pass.
+            dense: every block is dense, so that there is nothing to list or to keep.
         """
         stream = _stream(blocks.device)
-        if stream is None or blocks.is_inference():
-            return BlockPattern(blocks, block_size_q, block_size_k)
+        if stream is None or dense or blocks.is_inference():
+            return BlockPattern(blocks, block_size_q, block_size_k, dense)
         key = (id(blocks), block_size_q, block_size_k, stream)
         found = None if fresh else self._cache.find(key)
         if isinstance(found, _MaskPattern) and found.mask() is blocks and found.version == blocks._version:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dbsp_megatron.kernels.block_sparse_attention.lists import BlockLists, build_lists
+from dbsp_megatron.kernels.block_sparse_attention.lists import BlockLists, build_lists, dense_lists
 
 
 @dataclass(eq=False)
@@ -27,6 +27,8 @@ class BlockPattern:
     """Tokens per q-block; the last one may be short."""
     block_size_k: int
     """Tokens per k-block."""
+    dense: bool = False
+    """Every block is dense: nothing is listed."""
     _lists: BlockLists | None = field(default=None, repr=False)
 
     @property
@@ -36,7 +38,10 @@ class BlockPattern:
 
     def lists(self, *, transpose: bool) -> BlockLists:
         """Index lists of the rows and, if asked, of the columns; nothing waits for the device."""
-        if self._lists is None:
+        if self._lists is None and self.dense:
+            num_heads, num_q, num_k = self.blocks.shape[1:]
+            self._lists = dense_lists(1, num_heads, num_q, num_k, self.blocks.device)
+        elif self._lists is None:
             self._lists = build_lists(self.blocks, transpose=transpose)
         elif transpose:
             self._lists = self._lists.with_transpose(self.blocks)

@@ -175,6 +175,18 @@ def test_lists_are_made_once_for_forward_and_backward(lister: _Lister, builds: l
     assert len(lister.backward_options) == 3
 
 
+def test_a_dense_mask_needs_no_lists_and_no_memory(lister: _Lister, builds: list[bool]) -> None:
+    leaves, dout, _ = _inputs()
+    mask = BlockMask.dense(leaves[0].shape[2], SEQLEN, block_size_q=16, block_size_k=16)
+    assert mask.blocks.untyped_storage().nbytes() == 1
+    out, _ = block_sparse_attention(*leaves, mask)
+    torch.autograd.grad(out, leaves, dout)
+    assert not builds
+    assert max_error(out, attention_reference(*leaves, None)[0]) <= FP32_ATOL
+    with pytest.raises(RuntimeError, match="single memory location"):
+        mask.blocks[0, 0] = False
+
+
 def test_writes_that_torch_does_not_count_are_seen_by_the_next_call(lister: _Lister, builds: list[bool]) -> None:
     leaves, _, blocks = _inputs()
     shared = blocks.numpy()
