@@ -60,6 +60,9 @@ def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -
     Returns:
         Tensors [B, n, heads here, D], rows in ascending global position; rows of a cut head that others compute are 0.
     """
+    if all(side.identity for side in sides):
+        # Kernels read strided tensors; only the head dim must be adjacent in memory.
+        return [x.view_as(x) if x.stride(3) == 1 else x.contiguous() for x in xs]
     batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
     at_home = [side.at_home(x.shape[1], x.shape[2]) for x, side in zip(xs, sides, strict=True)]
     at_owner = [side.at_owner for side in sides]
@@ -84,6 +87,8 @@ def to_homes(
     Returns:
         Tensors of `local_shapes`.
     """
+    if all(side.identity for side in sides):
+        return [x.view_as(x) for x in xs]
     batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
     at_home = [side.at_home(*shape[1:3]) for side, shape in zip(sides, local_shapes, strict=True)]
     at_owner = [side.at_owner for side in sides]

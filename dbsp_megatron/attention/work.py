@@ -5,7 +5,7 @@ Dims: U/R degrees, P = U * R ranks, H/Hkv heads, h/hkv heads computed here, n to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -77,17 +77,19 @@ class Side:
     """int64 [h], heads of the tensor here, ascending."""
     num_tokens: int
     """n."""
+    identity: bool
+    """The tensor here is the tensor at home: this rank talks to nobody and computes with all that it holds."""
     partial: bool
     """Some (row, head) of the tensor here comes from nobody: other ranks compute the other rows of a cut head."""
 
     def to(self, device: torch.device) -> Side:
         """The same indices on a device."""
         heads = to_device(self.heads, device)
-        return Side(self.send.to(device), self.receive.to(device), heads, self.num_tokens, self.partial)
+        return replace(self, send=self.send.to(device), receive=self.receive.to(device), heads=heads)
 
     def padded(self, send: list[int], receive: list[int]) -> Side:
         """As many pieces for each peer as said, so that this side shares a buffer with another one."""
-        return Side(self.send.padded(send), self.receive.padded(receive), self.heads, self.num_tokens, self.partial)
+        return replace(self, send=self.send.padded(send), receive=self.receive.padded(receive))
 
     @cached_property
     def at_owner(self) -> PieceIndex:
@@ -192,8 +194,19 @@ class WorkIndex:
         ]
         kv_runs = [[(kv_owner, heads)] for heads in kv_heads]
         q_here, kv_here = np.flatnonzero(np.isin(q_block, rows)), np.flatnonzero(kv_owner == my_r)
-        q_side = self._side(q_runs, mine.heads, q_here, homes, me, u_degree, partial=self.q_rows is not None)
-        kv_side = self._side(kv_runs, kv_heads[my_u], kv_here, homes, me, u_degree, partial=False)
+        q_side = self._side(
+            q_runs,
+            mine.heads,
+            q_here,
+            homes,
+            me,
+            u_degree,
+            num_heads=geometry.num_heads,
+            partial=self.q_rows is not None,
+        )
+        kv_side = self._side(
+            kv_runs, kv_heads[my_u], kv_here, homes, me, u_degree, num_heads=geometry.num_kv_heads, partial=False
+        )
         # k and v travel in the buffer of q, which has a piece or more for each peer.
         self.q_side, self.kv_side = q_side, kv_side.padded(q_side.send.per_peer, q_side.receive.per_peer)
         num_k = num_blocks(geometry.seqlen, geometry.block_size_k)
@@ -215,11 +228,12 @@ class WorkIndex:
         me: int,
         u_degree: int,
         *,
+        num_heads: int,
         partial: bool,
     ) -> Side:
         """Traffic of tensors of which Ulysses rank u wants, in each of `runs[u]`, (owner of each token, heads).
 
-        `heads` and `tokens` are those of this rank, ascending.
+        `heads` and `tokens` are those of this rank, ascending, of `num_heads` heads at home.
         """
         local = np.flatnonzero(homes == me)
         send = Pieces([], [], [])
@@ -235,7 +249,12 @@ class WorkIndex:
                 receive.tokens.append(_tensor(np.searchsorted(tokens, come)))
                 receive.heads.append(_tensor(np.searchsorted(heads, wanted)))
             receive.per_peer.append(len(runs[me % u_degree]))
-        return Side(send, receive, _tensor(heads), len(tokens), partial)
+        identity = (
+            len(self.peers) == len(send.tokens) == 1
+            and send.tokens[0].numel() == receive.tokens[0].numel() == len(local) == len(tokens)
+            and len(heads) == num_heads == send.heads[0].numel()
+        )
+        return Side(send, receive, _tensor(heads), len(tokens), identity, partial)
 
     def on(self, device: torch.device) -> WorkIndex:
         """This index with its tensors on `device` (itself for the host)."""

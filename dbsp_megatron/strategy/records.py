@@ -82,13 +82,12 @@ class StepRecords:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerRecord] = {}
-        self._ms_per_block: float | None = None
+        self._before: dict[int, LayerRecord] = {}
 
     def start(self) -> None:
-        """A new step begins."""
-        blocks = sum(record.blocks_timed for record in self.layers.values())
-        if blocks:
-            self._ms_per_block = self.measured_ms() / blocks
+        """A new step begins. Its times are asked for when somebody wants them: they may not be known yet."""
+        if any(record.blocks_timed for record in self.layers.values()):
+            self._before = self.layers
         self.layers = {}
 
     def layer(self, layer: int) -> LayerRecord:
@@ -101,9 +100,11 @@ class StepRecords:
 
     def predicted_ms(self) -> float:
         """Time of this step's barrier-counted blocks at the rate of the step before; nan in the first step."""
-        if self._ms_per_block is None:
+        if not self._before:
             return float("nan")
-        return self._ms_per_block * sum(record.blocks_timed for record in self.layers.values())
+        blocks = sum(record.blocks_timed for record in self._before.values())
+        rate = sum(record.attention_ms for record in self._before.values()) / blocks
+        return rate * sum(record.blocks_timed for record in self.layers.values())
 
     def mean(self, name: str) -> float:
         """Mean of a field over the layers; nan before the first layer."""
