@@ -61,6 +61,20 @@ def add_dbsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="WHEN",
         help="plan a dynamic mask from the counts of the previous step (no stall) or of the current one",
     )
+    group.add_argument(
+        "--sp-memory-budget-mib",
+        type=int,
+        default=sp.memory_budget_mib,
+        metavar="MIB",
+        help="memory that the buffers of one attention layer may take on a rank; default: no limit",
+    )
+    group.add_argument(
+        "--sp-verify",
+        type=int,
+        default=sp.verify_steps,
+        metavar="N",
+        help="compare attention and its gradients with a single-device computation in the first N steps",
+    )
 
     group = parser.add_argument_group("block-sparse mask")
     group.add_argument("--sp-block-size", type=int, default=sp.block_size, metavar="N", help="tokens per mask block")
@@ -100,6 +114,8 @@ def config_from_args(args: argparse.Namespace) -> SequenceParallelConfig:
         engine=args.sp_engine,
         block_size=args.sp_block_size,
         plan_counts=args.sp_plan_counts,
+        memory_budget_mib=args.sp_memory_budget_mib,
+        verify_steps=args.sp_verify,
     )
 
 

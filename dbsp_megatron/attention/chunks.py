@@ -90,9 +90,9 @@ class ChunkStream:
             return self._k, self._v
         flat = self._swaps.pop(step).wait()
         (batch, _, heads, dim), dim_v = self._k.shape, self._v.shape[3]
-        rows = batch * self._route.receive_counts[step] * heads
-        k, v = flat.split([rows * dim, rows * dim_v])
-        return k.view(batch, -1, heads, dim), v.view(batch, -1, heads, dim_v)
+        count = self._route.receive_counts[step]
+        k, v = flat.split([batch * count * heads * dim, batch * count * heads * dim_v])
+        return k.view(batch, count, heads, dim), v.view(batch, count, heads, dim_v)
 
     def post(self, last_step: int) -> None:
         """Start the transfers of all steps up to one."""

@@ -18,6 +18,7 @@ _SP_ALIASES = {
     "--sp-strategy": "--sp.strategy",
     "--ulysses-degree": "--sp.ulysses_degree",
     "--ring-degree": "--sp.ring_degree",
+    "--sp-verify": "--sp.verify_steps",
 }
 TRAIN_ALIASES = {
     **_SP_ALIASES,

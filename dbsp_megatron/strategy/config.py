@@ -54,6 +54,14 @@ class SequenceParallelConfig:
     replan_gain: float = 0.01
     """A plan (or contiguous heads) is kept until a fresh one lowers the imbalance by more than this."""
 
+    memory_budget_mib: int | None = None
+    """MiB that buffers and states of one attention layer may take on a rank; a plan estimated to need more gives way
+    to contiguous heads and blocks at home. None: no limit."""
+
+    verify_steps: int = 0
+    """Steps from the start in which every attention call, and its gradients, are compared with a single-device
+    computation of the gathered tensors; slow, and a mismatch stops the run on every rank."""
+
     def __post_init__(self) -> None:
         for key in ("ulysses_degree", "ring_degree"):
             value = getattr(self, key)
@@ -67,8 +75,10 @@ class SequenceParallelConfig:
             raise ValueError(f"sp.plan_counts must be previous or current, got {self.plan_counts!r}")
         if self.block_size < 1:
             raise ValueError(f"sp.block_size must be >= 1, got {self.block_size}")
-        for key, least in (("kv_prefetch", 1), ("kv_gather_mib", 0)):
+        for key, least in (("kv_prefetch", 1), ("kv_gather_mib", 0), ("verify_steps", 0), ("memory_budget_mib", 1)):
             value = getattr(self, key)
+            if key == "memory_budget_mib" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"sp.{key} must be an integer >= {least}, got {value!r}")
         if not self.reward >= 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.attention.chunks import Ring
-from dbsp_megatron.attention.engines import Engine
 from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, to_owners
 from dbsp_megatron.attention.pattern_cache import PatternCache
 from dbsp_megatron.attention.ring import RingAttention, RingSchedule, RingWork
@@ -30,6 +29,7 @@ from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, eval
 from dbsp_megatron.plan.layout import balanced_runs
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
 from dbsp_megatron.strategy.calibration import LayoutCalibrator
+from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import (
     CountsAsked,
@@ -39,57 +39,12 @@ from dbsp_megatron.strategy.counts import (
     gather_counts,
     gather_mask,
 )
+from dbsp_megatron.strategy.fallback import PlanGuard, joins_chunks
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.records import StepRecords, Stopwatch
+from dbsp_megatron.strategy.verify import Verifier
 
 _MAX_CACHED = 512
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCall:
-    """Checked inputs of one attention call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: BlockMask | MaskMethod
-    layer: int
-    step: int
-    layout: TokenLayout
-    scale: float
-    grid: tuple[int, int, int] | None
-    engine: Engine
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        """What a plan depends on beside counts."""
-        blocks = (self.mask.block_size_q, self.mask.block_size_k) if isinstance(self.mask, BlockMask) else ()
-        return (*self.layout.key, self.q.shape[0], self.q.shape[2], self.k.shape[2], *blocks)
-
-    @property
-    def shape_digest(self) -> int:
-        """Equal on ranks whose tensors fit together."""
-        q, v = self.q, self.v
-        return digest_int(
-            self.grid,
-            q.shape[0],
-            *q.shape[2:],
-            *v.shape[2:],
-            str(q.dtype),
-            self.scale,
-            self.layout.key,
-            self.engine.name,
-        )
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether a backward pass may follow, which all ranks must then take part in."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
-
-    @property
-    def mask_digest(self) -> int:
-        """Equal on ranks with equal masks or methods."""
-        return digest_int(self.mask.digest if isinstance(self.mask, BlockMask) else self.mask.describe())
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +76,9 @@ class LayerRunner:
         self.config, self.strategy, self.groups, self.mesh, self.cache = config, strategy, groups, mesh, cache
         self.traffic = Traffic()
         self.calibrator = LayoutCalibrator(mesh.ulysses_degree, mesh.ring_degree)
+        first = mesh.rank == 0
+        self._guard = PlanGuard(config, (mesh.ulysses_degree, mesh.ring_degree), speaks=first)
+        self._verifier = Verifier(config.verify_steps, self._sp_control_group, speaks=first)
         self._counts: OrderedDict[Hashable, object] = OrderedDict()
         self._work: OrderedDict[Hashable, object] = OrderedDict()
         self._patterns = PatternCache()
@@ -142,6 +100,8 @@ class LayerRunner:
         if call is not None and isinstance(call.mask, BlockMask):
             counts = self._static_counts(call.mask, call.layout)
             plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
+            plan, fault = self._executable(call, plan, where, counts)
+            problem = problem or fault
         beliefs = {
             "tensor shapes, dtype, layout, grid and scale": call.shape_digest if call else 0,
             "whether gradients are needed": int(call.needs_grad) if call else 0,
@@ -163,12 +123,31 @@ class LayerRunner:
         if counts is not None:
             self._observe_layout(call, plan, counts)
         self._note(records, call, plan, reused, counts)
+        check = self._verifier.verification(where, step, rows, call.layout, call.scale)
+        if check is not None and call.needs_grad:
+            q, k, v = check.enter(call.q, call.k, call.v)
+            call = replace(call, q=q, k=k, v=v)
         out = self._execute(call, plan, rows)
         watch.stop()
         record = records.layer(layer)
         record.bytes_sent += self.traffic.bytes_sent - before
         record.watches.append(watch)
+        if check is not None:
+            out = check.leave(call.q, call.k, call.v, out, backward=call.needs_grad)
         return out, rows, plan
+
+    def _executable(
+        self, call: LayerCall, plan: PartitionPlan, where: str, counts: LayerCounts | None = None
+    ) -> tuple[PartitionPlan | None, str | None]:
+        """The plan, or what takes its place, or why nothing can."""
+        shape, workload = call.shape, None
+        if counts is not None:
+            workload = counts.workload
+            shape = replace(shape, whole_chunks=shape.whole_chunks or counts.density == 1.0)
+        try:
+            return self._guard.executable(plan, shape, call.layout, where, workload), None
+        except ValueError as error:
+            return None, str(error)
 
     def _predicted_rows(
         self, call: LayerCall, method: MaskMethod, where: str
@@ -180,7 +159,11 @@ class LayerRunner:
         """
         deferred = self.config.plan_counts == "previous" and not self.strategy.needs_mask_on_host
         plan, reused = self._plan_from_before(call) if self.config.plan_counts == "previous" else (None, False)
+        unfit = None
+        if plan is not None:
+            plan, unfit = self._executable(call, plan, where)
         rows, fault = self._predict(call, method)
+        fault = fault or unfit
         # The plan is made from integers that all ranks were given alike, so it can differ only by a fault of ours.
         agree(where, fault, {"partition plan": digest_int(plan.digest) if plan else 0}, self.groups.control_group)
         if rows is None:
@@ -195,6 +178,10 @@ class LayerRunner:
         counts = gather_counts(copy.wait(), call.layout, asked, self._sp_control_group, blocks)
         if plan is None:
             plan, reused = self.cache.plan_for(call.layer, call.step, counts.workload, key=call.plan_key)
+            plan, fault = self._executable(call, plan, where, counts)
+            if plan is None:
+                # Of what all ranks hold alike, so all of them are here.
+                raise ValueError(f"{where}: {fault}")
         else:
             self.cache.observe(call.layer, call.step, counts.workload, key=call.plan_key)
         return rows, plan, reused, counts
@@ -288,7 +275,7 @@ class LayerRunner:
         geometry = Geometry(self.mesh.rank, layout.seqlen, heads, kv_heads, size_q, size_k, homes)
         index = self._work_index(plan, geometry, "tokens", device, layout.key)
         exchange = self._exchange(index)
-        join = self._joins_chunks(call, plan)
+        join = joins_chunks(plan, call.shape, self.config.kv_gather_mib)
         schedule: RingSchedule
         if isinstance(rows, BlockMask):
             mask = rows.to(device)
@@ -318,13 +305,6 @@ class LayerRunner:
         needed = index.needed_blocks(mask.numpy()) if self.mesh.ring_degree > 1 else None
         sizes = mask.block_size_q, mask.block_size_k
         return ring_schedule(mine, sizes, index, self.mesh.ring_rank, needed=needed, join=join)
-
-    def _joins_chunks(self, call: LayerCall, plan: PartitionPlan) -> bool:
-        """Whether the K/V of the other ring ranks are attended in one call; from what all ranks know alike."""
-        batch, num_kv_heads = call.k.shape[0], call.k.shape[2]
-        heads = max(x.size for x in plan.kv_heads(num_kv_heads))
-        per_token = batch * heads * (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
-        return call.layout.seqlen * per_token <= self.config.kv_gather_mib * 2**20
 
     def _rows_to_owners(self, call: LayerCall, plan: PartitionPlan, rows: Tensor) -> Tensor:
         """Mask rows follow their q-blocks and heads: bool [B, H, nb, N] -> [B, h, q-blocks here, N]."""

@@ -24,9 +24,10 @@ from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
 from dbsp_megatron.plan import PartitionPlan, PlanCache, ReplanRule, plan_or_stay
 from dbsp_megatron.strategy.base import get_strategy
+from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import gather_mask
-from dbsp_megatron.strategy.layer import LayerCall, LayerRunner
+from dbsp_megatron.strategy.layer import LayerRunner
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.records import StepRecords
 

@@ -47,7 +47,7 @@ def test_parse_train_reads_the_saved_configuration_of_a_run(tmp_path: Path) -> N
         (["--train.precision", "fp64"], "train.precision"),
         (["--optim.lr", "-1"], "optim.lr"),
         (["--ring-degree", "few"], "sp.ring_degree"),
-        (["--sp.head_policy", "split"], "sp.head_policy"),
+        (["--sp.head_policy", "best"], "sp.head_policy"),
         (["--engine", "megatron"], "train.engine=megatron is not available"),
         (["--steps", "3", "--optim.warmup_steps", "4"], "optim.warmup_steps"),
         (["--data"], "--data needs at least one path"),

@@ -167,7 +167,7 @@ def test_portable_forward_takes_empty_tensors(sizes: tuple[int, int]) -> None:
         ({"q": torch.zeros(1, 40, 64, 2, dtype=torch.float16).transpose(2, 3)}, "q must have stride 1"),
         ({"q": torch.zeros(1, 40, 3, 64, dtype=torch.float16)}, "query heads must be a multiple"),
         ({"q": torch.zeros(1, 80, 2, 64, dtype=torch.float16)}, "lists must be of a mask"),
-        ({"kv_index": torch.zeros(3, dtype=torch.int32)}, "kv_index must be \\[2\\]"),
+        ({"kv_index": torch.zeros(3, dtype=torch.int32)}, "kv_index must be int32 or int64 \\[2\\]"),
         ({"lse": torch.zeros(1, 2, 40)}, "out and lse must be given together"),
         ({"lse": torch.zeros(1, 2, 40), "out": torch.zeros(1, 40, 2, 64).half()}, "out must be fp32"),
     ],

@@ -1,0 +1,101 @@
+"""One attention call: its checked inputs, and what ranks must agree on before they exchange them.
+
+Dims: B batch, s tokens of this rank, H/Hkv heads, D/Dv head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.attention.engines import Engine
+from dbsp_megatron.block_mask import BlockMask
+from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.masks import MaskMethod
+from dbsp_megatron.strategy.layout import TokenLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallShape:
+    """What the work of an attention call depends on beside plan and token layout; equal on all ranks."""
+
+    batch: int
+    seqlen: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    block_size_q: int
+    block_size_k: int
+    backward: bool
+    """A backward pass may follow."""
+    whole_chunks: bool
+    """K/V chunks go round whole, in one buffer for all readers; False where each reader is sent what it reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """Checked inputs of one attention call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask | MaskMethod
+    layer: int
+    step: int
+    layout: TokenLayout
+    scale: float
+    grid: tuple[int, int, int] | None
+    engine: Engine
+
+    @property
+    def shape(self) -> CallShape:
+        """What the work depends on beside plan and layout."""
+        blocks = self.mask if isinstance(self.mask, BlockMask) else None
+        return CallShape(
+            batch=self.q.shape[0],
+            seqlen=self.layout.seqlen,
+            num_heads=self.q.shape[2],
+            num_kv_heads=self.k.shape[2],
+            head_dim=self.q.shape[3],
+            head_dim_v=self.v.shape[3],
+            dtype=self.q.dtype,
+            block_size_q=self.layout.block_size if blocks is None else blocks.block_size_q,
+            block_size_k=self.layout.block_size if blocks is None else blocks.block_size_k,
+            backward=self.needs_grad,
+            whole_chunks=blocks is None,
+        )
+
+    @property
+    def plan_key(self) -> tuple[object, ...]:
+        """What a plan depends on beside counts."""
+        blocks = (self.mask.block_size_q, self.mask.block_size_k) if isinstance(self.mask, BlockMask) else ()
+        return (*self.layout.key, self.q.shape[0], self.q.shape[2], self.k.shape[2], *blocks)
+
+    @property
+    def shape_digest(self) -> int:
+        """Equal on ranks whose tensors fit together."""
+        q, v = self.q, self.v
+        return digest_int(
+            self.grid,
+            q.shape[0],
+            *q.shape[2:],
+            *v.shape[2:],
+            str(q.dtype),
+            self.scale,
+            self.layout.key,
+            self.engine.name,
+        )
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a backward pass may follow, which all ranks must then take part in."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
+
+    @property
+    def mask_digest(self) -> int:
+        """Equal on ranks with equal masks or methods."""
+        return digest_int(self.mask.digest if isinstance(self.mask, BlockMask) else self.mask.describe())
