@@ -24,7 +24,9 @@ from dbsp_megatron.plan.rates import FloatArray
 from dbsp_megatron.plan.traffic import plan_traffic
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.calibration import LayoutCalibrator
+from dbsp_megatron.strategy.call import CallShape
 from dbsp_megatron.strategy.counts import counts_of_mask
+from dbsp_megatron.strategy.fallback import joins_chunks
 from dbsp_megatron.strategy.layout import TokenLayout
 from tools.sp_cases import Mesh
 from tools.sp_timeline import RingCosts
@@ -109,9 +111,21 @@ class RankEmulator:
     def _measure(self, plan: PartitionPlan) -> RingCosts:
         ulysses, ring = plan.ulysses_degree, plan.ring_degree
         layer, size = self.layer, torch.empty(0, dtype=self.layer.dtype).element_size()
-        heads = [owned.size for owned in plan.kv_heads()]
         token_bytes = 2 * layer.head_dim * size
-        join = layer.mask.seqlen_q * max(heads) * token_bytes <= layer.kv_gather_mib * 2**20
+        call = CallShape(
+            batch=1,
+            seqlen=layer.mask.seqlen_q,
+            num_heads=plan.num_heads,
+            num_kv_heads=plan.num_heads,
+            head_dim=layer.head_dim,
+            head_dim_v=layer.head_dim,
+            dtype=layer.dtype,
+            block_size_q=layer.mask.block_size_q,
+            block_size_k=layer.mask.block_size_k,
+            backward=layer.backward,
+            whole_chunks=False,
+        )
+        join = joins_chunks(plan, call, layer.kv_gather_mib)
         needed: dict[int, np.ndarray] = {}
         calls: tuple[tuple[int, ...], ...] = ()
         times: list[np.ndarray] = []
@@ -164,9 +178,7 @@ class RankEmulator:
         if plan.ring_degree > 1 and u not in needed:
             needed[u] = index.needed_blocks(mask.numpy())
         index = index.on(layer.device)
-        mine = self._blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks)
-        if index.q_rows is not None:
-            mine = mine & index.q_rows[None, :, :, None]
+        mine = index.mask_rows(self._blocks)
         sizes = (mask.block_size_q, mask.block_size_k)
         return index, ring_schedule(mine, sizes, index, r, needed=needed.get(u), join=join)
 

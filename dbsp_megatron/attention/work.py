@@ -267,6 +267,11 @@ class WorkIndex:
         moved.q_rows = None if self.q_rows is None else to_device(self.q_rows, device)
         return moved
 
+    def mask_rows(self, blocks: Tensor) -> Tensor:
+        """Mask of the heads and rows computed here, bool [B or 1, h, q-blocks here, Nk], of one [B or 1, H, Nq, Nk]."""
+        mine = blocks.index_select(1, self.q_side.heads).index_select(2, self.q_blocks)
+        return mine if self.q_rows is None else mine & self.q_rows[None, :, :, None]
+
     def needed_blocks(self, blocks: np.ndarray) -> np.ndarray:
         """Which k-blocks each ring rank of this rank's ring reads.
 

@@ -299,9 +299,7 @@ class LayerRunner:
 
     def _static_schedule(self, mask: BlockMask, index: WorkIndex, join: bool) -> RingSchedule:
         """Schedule of a mask that every rank holds whole, so that each knows what K/V the others read."""
-        mine = mask.blocks.index_select(1, index.q_side.heads).index_select(2, index.q_blocks)
-        if index.q_rows is not None:
-            mine = mine & index.q_rows[None, :, :, None]
+        mine = index.mask_rows(mask.blocks)
         needed = index.needed_blocks(mask.numpy()) if self.mesh.ring_degree > 1 else None
         sizes = mask.block_size_q, mask.block_size_k
         return ring_schedule(mine, sizes, index, self.mesh.ring_rank, needed=needed, join=join)

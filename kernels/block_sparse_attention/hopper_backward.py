@@ -41,13 +41,12 @@ from .hopper_launch import (
     check_lists,
     for_tma,
     listed,
-    multiprocessors,
     query_groups,
     supports,
 )
 from .hopper_registers import store_registers
 from .hopper_steps import add_head, first_query
-from .lists import BlockLists
+from .lists import BlockLists, multiprocessors
 
 
 @gluon.jit

@@ -45,10 +45,9 @@ from .hopper_launch import (
     check_state,
     forward_config,
     listed,
-    multiprocessors,
     supports,
 )
-from .lists import BlockLists
+from .lists import BlockLists, multiprocessors
 
 
 @gluon.jit

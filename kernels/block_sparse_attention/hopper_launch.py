@@ -87,12 +87,6 @@ def _wrong_device(device: torch.device) -> str | None:
     return None if capability == _CAPABILITY else f"compute capability {capability[0]}.{capability[1]} is not 9.0"
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _unfit_for_tma(name: str, x: Tensor) -> str | None:
     if x.numel() == 0:
         return None

@@ -157,7 +157,7 @@ def launch_order(count: Tensor) -> Tensor:
         return naive_launch_order(count)
     from .lists_kernel import triton_launch_order
 
-    return triton_launch_order(count.contiguous(), _multiprocessors(count.device), _SHARES)
+    return triton_launch_order(count.contiguous(), multiprocessors(count.device), _SHARES)
 
 
 def naive_launch_order(count: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def naive_launch_order(count: Tensor) -> Tensor:
     head_order = torch.argsort(head_total, descending=True, stable=True)
     inside = torch.argsort(heads[head_order], dim=1, descending=True, stable=True)
     by_head = (head_order[:, None] * num_rows + inside).flatten()
-    long = flat * (_multiprocessors(count.device) * _SHARES) > flat.sum()
+    long = flat * (multiprocessors(count.device) * _SHARES) > flat.sum()
     longest = torch.argsort(flat, descending=True, stable=True)
     # Sorting the flags puts the long rows first without asking the device how many there are.
     rank_long = torch.zeros_like(flat).scatter_(0, longest, torch.arange(len(flat), device=flat.device))
@@ -184,7 +184,8 @@ def _check(blocks: Tensor) -> None:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; off CUDA those of a Hopper GPU, so that launch orders are the same everywhere."""
     if device.type != "cuda":
         return _DEFAULT_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -205,7 +206,7 @@ def _make(blocks: Tensor, *, rows: bool, columns: bool) -> dict[str, Tensor]:
         blocks,
         _index_dtype(blocks.shape[3]),
         _index_dtype(blocks.shape[2]),
-        _multiprocessors(blocks.device),
+        multiprocessors(blocks.device),
         _SHARES,
         rows=rows,
         columns=columns,

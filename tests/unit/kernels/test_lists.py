@@ -226,7 +226,7 @@ def _run_interpreter(rank: int, world_size: int) -> list[str]:
         blocks = masks[name]
         types = (torch.int32 if name == "32 bit" else torch.int16, torch.int16)
         with (
-            mock.patch.object(lists, "_multiprocessors", lambda _, n=sizes[0]: n),
+            mock.patch.object(lists, "multiprocessors", lambda _, n=sizes[0]: n),
             mock.patch.object(lists, "_SHARES", sizes[1]),
             ExitStack() as stack,
             nan_filled_memory(),
