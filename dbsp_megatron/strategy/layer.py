@@ -23,7 +23,7 @@ from dbsp_megatron.attention.work import Geometry, WorkIndex
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.comm.transfer import HostCopy
-from dbsp_megatron.masks import MaskMethod, pool_blocks
+from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
 from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads, plan_loads
 from dbsp_megatron.plan.layout import balanced_runs
@@ -41,6 +41,7 @@ from dbsp_megatron.strategy.counts import (
 )
 from dbsp_megatron.strategy.fallback import PlanGuard, joins_chunks
 from dbsp_megatron.strategy.layout import TokenLayout
+from dbsp_megatron.strategy.mask_rows import predict_rows
 from dbsp_megatron.strategy.records import StepRecords, Stopwatch
 from dbsp_megatron.strategy.verify import Verifier
 
@@ -162,7 +163,7 @@ class LayerRunner:
         unfit = None
         if plan is not None:
             plan, unfit = self._executable(call, plan, where)
-        rows, fault = self._predict(call, method)
+        rows, fault = predict_rows(call, method, self.mesh.size, self.traffic)
         fault = fault or unfit
         # The plan is made from integers that all ranks were given alike, so it can differ only by a fault of ours.
         agree(where, fault, {"partition plan": digest_int(plan.digest) if plan else 0}, self.groups.control_group)
@@ -222,25 +223,6 @@ class LayerRunner:
             _remember(self._counts, key, counts)
         self._counts.move_to_end(key)
         return cast(LayerCounts, self._counts[key])
-
-    def _predict(self, call: LayerCall, method: MaskMethod) -> tuple[Tensor | None, str | None]:
-        """Mask rows bool [B, H, nb, N] of this rank's q-blocks, or what is wrong with what the method gave."""
-        layout = call.layout
-        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-            q_summary = pool_blocks(call.q, layout.block_size)
-            k_summary = pool_blocks(call.k, layout.block_size)
-            if self.mesh.group is not None:
-                self.traffic.bytes_sent += k_summary.numel() * k_summary.element_size() * (self.mesh.size - 1)
-                k_summary = layout.gather_blocks(k_summary, 1)
-            try:
-                rows = method.predict(q_summary, k_summary, call.layer, call.step, call.grid)
-            except Exception as error:  # whatever a user's method raises, the other ranks must hear of it
-                return None, f"mask method {method.describe()} raised {type(error).__name__}: {error}"
-        wanted = (call.q.shape[0], call.q.shape[2], q_summary.shape[1], layout.num_blocks)
-        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or tuple(rows.shape) != wanted:
-            got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-            return None, f"mask method {method.describe()} must return bool [B, H, nq, Nk] = {wanted}, got {got}"
-        return rows, None
 
     def _work_index(
         self, plan: PartitionPlan, geometry: Geometry, kind: str, device: torch.device, layout_key: object
