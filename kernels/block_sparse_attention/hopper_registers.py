@@ -94,3 +94,35 @@ def store_registers(ptr, stride, num_rows, value, NREG: gl.constexpr, COLUMNS: g
     gl.inline_asm_elementwise(
         asm, constraints, [address, strides, rows, value], dtype=gl.int8, is_pure=False, pack=NREG
     )
+
+
+@constexpr_function
+def _scale_asm(n):
+    # Elements 0 and 1 of four lie in one of the two rows that a thread holds, 2 and 3 in the other.
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; "
+        f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra KEPT; {products} KEPT: }}"
+    )
+
+
+@constexpr_function
+def _scale_constraints(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def scale_rows(value, factor, NREG: gl.constexpr):
+    """Rows of an accumulator of NREG registers a thread times a factor each; a warp with factors of 1 skips it all."""
+    layout: gl.constexpr = value.type.layout
+    zero = gl.full(value.type.shape, 0.0, gl.float32, layout)
+    factors, _ = gl.broadcast(gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None], zero)
+    asm: gl.constexpr = _scale_asm(NREG)
+    constraints: gl.constexpr = _scale_constraints(NREG)
+    return gl.inline_asm_elementwise(asm, constraints, [value, factors], dtype=gl.float32, is_pure=True, pack=NREG)
+
+
+@gluon.jit
+def partial_sums(x, COLUMNS: gl.constexpr):
+    """Sums of the columns that each thread holds of an accumulator [64, COLUMNS], as [64, 4]; nothing is exchanged."""
+    return gl.sum(gl.sum(gl.reshape(x, [64, COLUMNS // 8, 4, 2]), 3), 1)

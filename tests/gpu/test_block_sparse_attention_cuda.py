@@ -254,7 +254,7 @@ def test_attention_reads_a_fused_buffer_without_copies(block: int) -> None:
     assert torch.cuda.max_memory_allocated() - before < 1.2 * out.nbytes
 
 
-def test_lists_are_made_once_for_forward_backward_and_a_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_made_once_for_a_forward_pass_and_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     case = GRID[0]
     data = make_data(case, "cuda")
     made: list[bool] = []
@@ -267,7 +267,8 @@ def test_lists_are_made_once_for_forward_backward_and_a_second_call(monkeypatch:
     mask = _mask(case, data.blocks.clone())
     for _ in range(2):
         _attend(case, data, mask)
-    assert made == [True]
+    # A second forward pass makes its own: nobody could tell whether the mask was written to in between.
+    assert made == [True, True]
 
 
 def test_attention_in_another_stream_waits_for_no_lists_of_this_one() -> None:
