@@ -3,10 +3,57 @@
 from __future__ import annotations
 
 import argparse
-from typing import Literal
+from typing import Any, Literal
 
-from dbsp_megatron.masks import MaskConfig
+from dbsp_megatron.masks import METHODS, MaskConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
+
+_MASK_FLAGS: dict[str, tuple[str, type, str, str]] = {
+    "top_p": (
+        "--sp-top-p",
+        float,
+        "P",
+        "topp, sparge: share of the estimated attention weight to keep in each row of blocks",
+    ),
+    "density": (
+        "--sp-mask-density",
+        float,
+        "D",
+        "topk, vsa, sparse_videogen: share of blocks, or of token pairs, to keep",
+    ),
+    "min_blocks": ("--sp-min-blocks", int, "N", "topp, topk, sparge, vsa: blocks that each row keeps at least"),
+    "similarity": (
+        "--sp-mask-similarity",
+        float,
+        "X",
+        "sparge: blocks less alike inside than this are always computed",
+    ),
+    "sample_rows": ("--sp-mask-sample-rows", int, "N", "sparse_videogen: query tokens that decide the kind of a head"),
+    "tile": ("--sp-mask-tile", int, "T H W", "sliding_tile: tokens of a tile"),
+    "window": ("--sp-mask-window", int, "T H W", "sliding_tile: tiles of the window, odd numbers"),
+    "width": ("--sp-mask-width", float, "X", "radial: factor on the width of its windows"),
+    "sink_frames": (
+        "--sp-mask-sink-frames",
+        int,
+        "N",
+        "radial, sparse_videogen: first frames that every token attends",
+    ),
+    "global_heads": ("--sp-mask-global-heads", int, "HEAD", "duo: heads that are dense"),
+    "sink_tokens": ("--sp-mask-sink-tokens", int, "N", "duo: first tokens that local heads attend"),
+    "window_tokens": ("--sp-mask-window-tokens", int, "N", "duo: distance up to which local heads attend"),
+    "path": ("--sp-mask-path", str, "FILE", "file, paro: saved masks"),
+    "cube": ("--sp-mask-cube", int, "T H W", "tokens of the model input come cube by cube, of this size"),
+    "dense_layers": ("--sp-dense-layers", int, "N", "first layers that stay dense"),
+    "dense_steps": ("--sp-dense-steps", int, "N", "first steps that stay dense"),
+    "ramp": (
+        "--sp-mask-ramp",
+        str,
+        "NAME",
+        "linear or cosine: density falls from 1 to its value after the dense steps",
+    ),
+    "ramp_steps": ("--sp-mask-ramp-steps", int, "N", "steps of the ramp"),
+}
+"""Fields of MaskConfig (all but the method): flag, type, metavar and help."""
 
 
 def add_dbsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -54,6 +101,12 @@ def add_dbsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="X",
         help="bonus of block policy 'paper' for leaving a block where it is",
     )
+    group.add_argument(
+        "--sp-calibration",
+        default=sp.calibration,
+        metavar="FILE",
+        help="strategy 'auto': what tools/fit_latency.py measured on this machine; default: rates of one H200 node",
+    )
     group.add_argument("--sp-engine", default=sp.engine, metavar="NAME", help="attention engine, or auto")
     group.add_argument(
         "--sp-plan-counts",
@@ -78,23 +131,18 @@ def add_dbsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("block-sparse mask")
     group.add_argument("--sp-block-size", type=int, default=sp.block_size, metavar="N", help="tokens per mask block")
-    group.add_argument("--sp-mask", default=mask.method, metavar="NAME", help="mask method")
-    group.add_argument(
-        "--sp-top-p",
-        type=float,
-        default=mask.top_p,
-        metavar="P",
-        help="method 'topp': share of the estimated attention weight to keep in each row of blocks, in (0, 1]",
-    )
-    group.add_argument(
-        "--sp-min-blocks", type=int, default=mask.min_blocks, metavar="N", help="blocks that each row keeps at least"
-    )
-    group.add_argument(
-        "--sp-dense-layers", type=int, default=mask.dense_layers, metavar="N", help="first layers that stay dense"
-    )
-    group.add_argument(
-        "--sp-dense-steps", type=int, default=mask.dense_steps, metavar="N", help="first steps that stay dense"
-    )
+    group.add_argument("--sp-mask", default=mask.method, metavar="NAME", help=f"mask method: {', '.join(METHODS)}")
+    for key, (flag, kind, metavar, text) in _MASK_FLAGS.items():
+        count = len(metavar.split()) if " " in metavar else None
+        group.add_argument(
+            flag,
+            dest=f"sp_mask_{key}",
+            type=kind,
+            nargs="*" if metavar == "HEAD" else count,
+            default=getattr(mask, key),
+            metavar=metavar if count is None else tuple(metavar.split()),
+            help=text,
+        )
     return parser
 
 
@@ -115,6 +163,7 @@ def config_from_args(args: argparse.Namespace) -> SequenceParallelConfig:
         block_size=args.sp_block_size,
         plan_counts=args.sp_plan_counts,
         memory_budget_mib=args.sp_memory_budget_mib,
+        calibration=args.sp_calibration,
         verify_steps=args.sp_verify,
     )
 
@@ -125,13 +174,11 @@ def mask_config_from_args(args: argparse.Namespace) -> MaskConfig:
     Raises:
         ValueError: a value breaks a rule of the config.
     """
-    return MaskConfig(
-        method=args.sp_mask,
-        top_p=args.sp_top_p,
-        min_blocks=args.sp_min_blocks,
-        dense_layers=args.sp_dense_layers,
-        dense_steps=args.sp_dense_steps,
-    )
+    settings: dict[str, Any] = {}
+    for key in _MASK_FLAGS:
+        given = getattr(args, f"sp_mask_{key}")
+        settings[key] = tuple(given) if isinstance(given, list) else given
+    return MaskConfig(method=args.sp_mask, **settings)
 
 
 def _degree(text: str) -> int | Literal["auto"]:

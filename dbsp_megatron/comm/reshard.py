@@ -46,6 +46,10 @@ class RowMap:
         whole = x if self.group is None else gather_rows(x, self.counts, dim, self.group)
         return whole.index_select(dim, self.indices(x.device)[1])
 
+    def stack(self, x: Tensor) -> Tensor:
+        """Tensors of one shape from every rank, [P, ...] in rank order."""
+        return x[None] if self.group is None else gather_rows(x[None], [1] * len(self.counts), 0, self.group)
+
 
 class ShardRows(torch.autograd.Function):
     """Whole -> local rows; the adjoint gathers."""

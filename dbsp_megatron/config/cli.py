@@ -19,6 +19,8 @@ _SP_ALIASES = {
     "--ulysses-degree": "--sp.ulysses_degree",
     "--ring-degree": "--sp.ring_degree",
     "--sp-verify": "--sp.verify_steps",
+    "--sp-calibration": "--sp.calibration",
+    "--sp-mask": "--mask.method",
 }
 TRAIN_ALIASES = {
     **_SP_ALIASES,
@@ -100,6 +102,18 @@ def expand_aliases(argv: Sequence[str], aliases: Mapping[str, str]) -> list[str]
         else:
             expanded.append(key + equals + value)
     return expanded
+
+
+def without_section(argv: Sequence[str], section: str) -> list[str]:
+    """Arguments of `dbsp-infer` without the flags of one section, and with their short names replaced."""
+    kept: list[str] = []
+    dropping = False
+    for word in expand_aliases(argv, INFER_ALIASES):
+        if word.startswith("--"):
+            dropping = word.startswith(f"--{section}.")
+        if not dropping:
+            kept.append(word)
+    return kept
 
 
 def _parse(

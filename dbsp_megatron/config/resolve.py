@@ -19,6 +19,8 @@ class ResolvedMesh:
     world_size: int
     ulysses_degree: int
     ring_degree: int
+    choices: tuple[tuple[int, int], ...] = ()
+    """(U, R) of which layers choose at run time; empty if the degrees are those of all layers."""
 
     @property
     def sp_size(self) -> int:
@@ -57,14 +59,19 @@ class ResolvedRun:
         """One `key: value` line per fact."""
         mesh, num_blocks = self.mesh, -(-self.num_tokens // self.block_size)
         frames, rows, columns = self.grid
+        degrees = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
+        heads = _spread(self.num_heads, mesh.ulysses_degree)
+        if mesh.choices:
+            degrees = "ulysses x ring by layer: " + ", ".join(f"{u} x {r}" for u, r in mesh.choices)
+            heads = ", ".join(f"{_spread(self.num_heads, u)} (ulysses {u})" for u, _ in mesh.choices)
         text = f"{self.text_tokens} text + " if self.text_tokens else ""
         facts = {
             "processes": f"{mesh.world_size} = {mesh.dp_size} data parallel x {mesh.sp_size} sequence parallel",
-            "mesh": f"{self.strategy}, ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}",
+            "mesh": f"{self.strategy}, {degrees}",
             "model": f"{self.model}, {self.num_parameters:,} parameters, {self.num_layers} layers",
             "tokens": f"{self.num_tokens} ({text}{frames} x {rows} x {columns} patches)",
             "blocks per rank": f"{_spread(num_blocks, mesh.sp_size)} of {num_blocks} (block size {self.block_size})",
-            "heads per rank": f"{_spread(self.num_heads, mesh.ulysses_degree)} of {self.num_heads}",
+            "heads per rank": f"{heads} of {self.num_heads}",
             "batch": self.batch,
             "steps": str(self.steps),
         }
@@ -98,7 +105,8 @@ def resolve_mesh(sp: SequenceParallelConfig, world_size: int, num_heads: int) ->
         limit = min(ulysses, max(1, num_heads))
         ulysses = next(u for u, _ in factorisations(size) if u <= limit)
         ring = size // ulysses
-    return ResolvedMesh(world_size=world_size, ulysses_degree=ulysses, ring_degree=ring)
+    choices = strategy.meshes if len(strategy.meshes) > 1 else ()
+    return ResolvedMesh(world_size=world_size, ulysses_degree=ulysses, ring_degree=ring, choices=choices)
 
 
 def _sp_size(sp: SequenceParallelConfig, world_size: int) -> int:
@@ -122,7 +130,9 @@ def _spread(count: int, parts: int) -> str:
 
 
 def with_degrees(sp: SequenceParallelConfig, mesh: ResolvedMesh) -> SequenceParallelConfig:
-    """The section with its degrees as numbers."""
+    """The section with its degrees as numbers, unless layers choose them at run time."""
+    if mesh.choices:
+        return sp
     return replace(sp, ulysses_degree=mesh.ulysses_degree, ring_degree=mesh.ring_degree)
 
 

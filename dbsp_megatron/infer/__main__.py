@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dbsp_megatron.compat import quiet_megatron
-from dbsp_megatron.config.cli import Command, parse_infer
+from dbsp_megatron.config.cli import Command, parse_infer, without_section
 from dbsp_megatron.config.schema import InferConfig
+from dbsp_megatron.masks.config import COMMON
 from dbsp_megatron.train.checkpoint import list_checkpoints
 from dbsp_megatron.train.distributed import World, env_world_size
 from dbsp_megatron.train.launch import exit_with_line, launch, launched_rank
@@ -35,12 +36,28 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _parse(words: Sequence[str]) -> tuple[Command[InferConfig], Mapping[str, Any]]:
-    """The command line, with the trained run's strategy, blocks and mask as defaults, and the run's saved state."""
-    state = _peek(Path(parse_infer(words).config.checkpoint))
+    """The command line, with the trained run's strategy, blocks and mask as defaults, and the run's saved state.
+
+    Settings of the trained mask method are defaults only where the method stays the same.
+    """
+    # Settings of a mask may only fit the method of training, which is not known yet.
+    state = _peek(Path(parse_infer(without_section(words, "mask")).config.checkpoint))
     saved = state["config"]
     defaults = {f"sp.{key}": saved["sp"][key] for key in ("strategy", "block_size", "head_policy", "block_policy")}
-    defaults |= {f"mask.{key}": value for key, value in saved["mask"].items()}
+    mask = {key: value for key, value in saved["mask"].items() if key in COMMON}
+    if _mask_method(words, saved["mask"]["method"]) == saved["mask"]["method"]:
+        mask = saved["mask"]
+    defaults |= {f"mask.{key}": value for key, value in mask.items()}
     return parse_infer(words, defaults), state
+
+
+def _mask_method(words: Sequence[str], trained: str) -> str:
+    """The method that the command line names, or else that of training."""
+    try:
+        return parse_infer(words, {"mask.method": trained}).config.mask.method
+    except ValueError:
+        # Settings that belong to neither: the command line is parsed again, and refused, with all defaults.
+        return trained
 
 
 def _peek(path: Path) -> Mapping[str, Any]:

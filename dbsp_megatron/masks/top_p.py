@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dbsp_megatron.masks.base import MaskMethod
+from dbsp_megatron.masks.pooled import check_count, check_share, keep_mass, pooled_scores
+from dbsp_megatron.masks.summary import BlockSummary
 
 
 @dataclass(frozen=True)
@@ -27,27 +28,20 @@ class TopPMask(MaskMethod):
     top_p: float = 0.7
     min_blocks: int = 1
     name = "topp"
+    ramp_key = "top_p"
 
     def __post_init__(self) -> None:
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}: 1 keeps every block")
-        if not isinstance(self.min_blocks, int) or self.min_blocks < 1:
-            raise ValueError(f"min_blocks must be an integer >= 1, got {self.min_blocks!r}")
+        check_share("top_p", self.top_p, "1 keeps every block")
+        check_count("min_blocks", self.min_blocks, 1)
 
     def predict(
-        self, q_summary: Tensor, k_summary: Tensor, layer: int, step: int, grid: tuple[int, int, int] | None
+        self,
+        q_summary: BlockSummary,
+        k_summary: BlockSummary,
+        layer: int,
+        step: int,
+        grid: tuple[int, int, int] | None,
     ) -> Tensor:
         """Blocks in descending pooled weight until `top_p` is reached; equal weights go by index."""
-        heads, dim = q_summary.shape[2:]
-        keys = k_summary.repeat_interleave(heads // k_summary.shape[2], dim=2)
-        weights = torch.einsum("bqhd,bkhd->bhqk", q_summary, keys).mul(dim**-0.5).softmax(-1)
-        ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        # Rounded sums may reach 1 before the last block: the whole mass means every block.
-        keep = before < self.top_p if self.top_p < 1 else torch.ones_like(before, dtype=torch.bool)
-        keep[..., : self.min_blocks] = True
-        return torch.zeros_like(keep).scatter_(-1, order, keep)
-
-    def describe(self) -> str:
-        """Name and settings."""
-        return f"{self.name}(top_p={self.top_p}, min_blocks={self.min_blocks})"
+        weights = pooled_scores(q_summary.field("means"), k_summary.field("means")).softmax(-1)
+        return keep_mass(weights, self.top_p, self.min_blocks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from dbsp_megatron.parallel_state import check_degrees, factorisations
 from dbsp_megatron.plan import PartitionPlan, Workload, plan_workload
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 
-RESERVED = ("dsp", "auto")
+RESERVED = ("dsp",)
 """Names that the interface fixes and this version does not hold."""
 
 _registry: dict[str, type[SequenceParallelStrategy]] = {}
@@ -37,6 +38,30 @@ class SequenceParallelStrategy(ABC):
     @abstractmethod
     def degrees(self) -> tuple[int, int]:
         """(ulysses_degree, ring_degree) of the run."""
+
+    @property
+    def meshes(self) -> tuple[tuple[int, int], ...]:
+        """All (U, R) that layers may run on."""
+        return ((self.ulysses_degree, self.ring_degree),)
+
+    @property
+    def layout_degrees(self) -> tuple[int, int]:
+        """(U, R) that the token layout is made for."""
+        return self.ulysses_degree, self.ring_degree
+
+    def prepare(self, ranks: Sequence[int]) -> int:
+        """Reads what the strategy needs beside its configuration, before any exchange.
+
+        Args:
+            ranks: global ranks that share the sequence.
+
+        Returns:
+            A hash that has to be equal on all ranks.
+
+        Raises:
+            ValueError: this rank cannot run.
+        """
+        return 0
 
     @property
     def layout_policy(self) -> str:
@@ -82,8 +107,7 @@ class SequenceParallelStrategy(ABC):
         u, r = self.config.ulysses_degree, self.config.ring_degree
         if u == "auto" and r == "auto":
             # Ulysses inside a node (its all-to-all wants the fast links), the ring between nodes.
-            node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-            return next(pair for pair in factorisations(self.size) if pair[0] <= max(1, node))
+            return next(pair for pair in factorisations(self.size) if pair[0] <= ranks_of_node())
         if u == "auto" or r == "auto":
             key, given = ("ring_degree", r) if u == "auto" else ("ulysses_degree", u)
             if not isinstance(given, int) or self.size % given:
@@ -94,6 +118,11 @@ class SequenceParallelStrategy(ABC):
             other = self.size // given
             return (other, given) if u == "auto" else (given, other)
         return u, r
+
+
+def ranks_of_node() -> int:
+    """Ranks that the launcher started on this node; 8 if it does not say."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "8")))
 
 
 def register_strategy(cls: type[SequenceParallelStrategy]) -> type[SequenceParallelStrategy]:

@@ -90,3 +90,29 @@ class LayoutCalibrator:
         homes = hot_stripe(weights, *self._mesh)
         gain = deviation - stripe_deviation(weights, homes, *self._mesh)
         return homes if gain > _MIN_GAIN else None
+
+
+class MeshCalibrators:
+    """One LayoutCalibrator for each mesh with a ring that layers run on; that of the most calls decides.
+
+    A layout serves all meshes, but only one of them can be evened out.
+    """
+
+    def __init__(self) -> None:
+        self._by_mesh: dict[tuple[int, int], LayoutCalibrator] = {}
+        self._num_calls: dict[tuple[int, int], int] = {}
+
+    def observe(self, layer: int, layout: TokenLayout, workload: Workload, plan: PartitionPlan) -> None:
+        """Adds one call's counts, see `LayoutCalibrator.observe`."""
+        mesh = (plan.ulysses_degree, plan.ring_degree)
+        if mesh[1] == 1:
+            return
+        self._by_mesh.setdefault(mesh, LayoutCalibrator(*mesh)).observe(layer, layout, workload, plan)
+        self._num_calls[mesh] = self._num_calls.get(mesh, 0) + 1
+
+    def better_homes(self, layout: TokenLayout) -> IntArray | None:
+        """See `LayoutCalibrator.better_homes`; the mesh with the larger ring wins ties."""
+        if not self._num_calls:
+            return None
+        mesh = max(self._num_calls, key=lambda mesh: (self._num_calls[mesh], mesh[1]))
+        return self._by_mesh[mesh].better_homes(layout)

@@ -70,6 +70,17 @@ class LayerCall:
         )
 
     @property
+    def mask_batch_size(self) -> int:
+        """Batch entries that the counts of the mask are sums of."""
+        return self.mask.batch_size if isinstance(self.mask, BlockMask) else self.q.shape[0]
+
+    @property
+    def blocks_nest(self) -> bool:
+        """Whether blocks of the mask lie within blocks of the layout, without which no ring can cut the sequence."""
+        shape, size = self.shape, self.layout.block_size
+        return size % shape.block_size_q == 0 and size % shape.block_size_k == 0
+
+    @property
     def plan_key(self) -> tuple[object, ...]:
         """What a plan depends on beside counts."""
         blocks = (self.mask.block_size_q, self.mask.block_size_k) if isinstance(self.mask, BlockMask) else ()
@@ -98,4 +109,7 @@ class LayerCall:
     @property
     def mask_digest(self) -> int:
         """Equal on ranks with equal masks or methods."""
-        return digest_int(self.mask.digest if isinstance(self.mask, BlockMask) else self.mask.describe())
+        if isinstance(self.mask, BlockMask):
+            return digest_int(self.mask.digest)
+        # What a method needs decides what is exchanged.
+        return digest_int(self.mask.describe(), self.mask.needs(self.layer, self.step))

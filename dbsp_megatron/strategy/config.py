@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dbsp_megatron.comm.agree import digest_int
@@ -16,7 +16,8 @@ class SequenceParallelConfig:
     """Strategy, mesh and planning policies of sequence parallelism."""
 
     strategy: str = "dbsp"
-    """none, ulysses, ring, usp or dbsp (dsp and auto are reserved)."""
+    """none, ulysses, ring, usp, dbsp or auto: dbsp on the mesh that a latency model finds fastest for each layer, which
+    may change over steps (dsp is reserved)."""
 
     ulysses_degree: int | Literal["auto"] = "auto"
     """Ranks that exchange heads by all-to-all (inner axis)."""
@@ -58,6 +59,10 @@ class SequenceParallelConfig:
     """MiB that buffers and states of one attention layer may take on a rank; a plan estimated to need more gives way
     to contiguous heads and blocks at home. None: no limit."""
 
+    calibration: str | None = None
+    """auto: JSON file that tools/fit_latency.py measured on this machine; None takes rates of one H200 node, over an
+    assumed network of 50 GB/s for each GPU between nodes."""
+
     verify_steps: int = 0
     """Steps from the start in which every attention call, and its gradients, are compared with a single-device
     computation of the gathered tensors; slow, and a mismatch stops the run on every rank."""
@@ -81,6 +86,8 @@ class SequenceParallelConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"sp.{key} must be an integer >= {least}, got {value!r}")
+        if self.calibration is not None and (not isinstance(self.calibration, str) or not self.calibration):
+            raise ValueError(f"sp.calibration must be the path of a file or nothing, got {self.calibration!r}")
         if not self.reward >= 0:
             raise ValueError(f"sp.reward must be >= 0, got {self.reward}")
         if not self.replan_gain >= 0:
@@ -88,5 +95,5 @@ class SequenceParallelConfig:
 
     @property
     def digest(self) -> int:
-        """Hash of all settings, to compare between ranks."""
-        return digest_int(repr(self))
+        """Hash of all settings, to compare between ranks; files count by what is in them, which ranks compare apart."""
+        return digest_int(repr(replace(self, calibration=None)))

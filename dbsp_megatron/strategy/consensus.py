@@ -12,6 +12,11 @@ from dbsp_megatron.comm.collectives import gather_vectors
 from dbsp_megatron.plan.selector import Choice, StrategySelector
 
 
+def choice_belief(choice: Choice) -> int:
+    """Equal on ranks that chose the same mesh and plan."""
+    return digest_int(choice.ulysses_degree, choice.ring_degree, choice.plan.digest)
+
+
 def agree_on_choices(
     choices: dict[int, Choice], selector: StrategySelector, group: dist.ProcessGroup | None, *, step: int
 ) -> None:
@@ -26,10 +31,7 @@ def agree_on_choices(
     Raises:
         ValueError: on every rank alike, naming the first layer on which ranks differ.
     """
-    beliefs = {
-        f"mesh and plan of layer {layer}": digest_int(c.ulysses_degree, c.ring_degree, c.plan.digest)
-        for layer, c in sorted(choices.items())
-    }
+    beliefs = {f"mesh and plan of layer {layer}": choice_belief(c) for layer, c in sorted(choices.items())}
     # First the number, as ranks with fewer layers would gather fewer integers.
     agree(f"strategy selection, step {step}", None, {"layers to choose for": digest_int(*sorted(choices))}, group)
     agree(f"strategy selection, step {step}", None, {**beliefs, "earlier choices": digest_int(selector.digest)}, group)

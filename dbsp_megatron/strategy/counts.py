@@ -46,17 +46,12 @@ def counts_of_mask(mask: BlockMask, layout: TokenLayout, ulysses_degree: int, ri
 class CountsAsked:
     """What the counts of a layer hold, alike on all ranks."""
 
-    ulysses_degree: int
-    ring_degree: int
+    size: int
+    """Ranks P; the counts serve every mesh of them."""
     batch: int
     num_heads: int
     row_tiles: bool
     """Also the counts of every single row, for policies that cut heads or move q-blocks."""
-
-    @property
-    def size(self) -> int:
-        """Ranks P."""
-        return self.ulysses_degree * self.ring_degree
 
     def lengths(self, layout: TokenLayout) -> list[int]:
         """Integers of each part of a rank's counts."""
@@ -116,7 +111,7 @@ def gather_counts(
             by_row[:, held] = all_single[rank].view(longest, heads, size)[: len(held)].transpose(0, 1).numpy()
     tile_blocks = tiles.reshape(size, heads, size).transpose(0, 1).numpy()
     plain_blocks = all_plain.sum(0).view(size, heads, size).transpose(0, 1).numpy()
-    plain = block_homes(num, asked.ulysses_degree, asked.ring_degree, "contiguous")
+    plain = block_homes(num, size, 1, "contiguous")
     possible = asked.batch * heads * num * num
     return LayerCounts(
         Workload(row_blocks, tile_blocks, all_columns.sum(0).numpy(), layout.homes, layout.homes, size, blocks, by_row),

@@ -10,25 +10,20 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.attention.chunks import Ring
-from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, to_owners
-from dbsp_megatron.attention.pattern_cache import PatternCache
-from dbsp_megatron.attention.ring import RingAttention, RingSchedule, RingWork
-from dbsp_megatron.attention.ring_schedule import ring_schedule
-from dbsp_megatron.attention.work import Geometry, WorkIndex
+from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.comm.transfer import HostCopy
 from dbsp_megatron.masks import MaskMethod
-from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh
-from dbsp_megatron.plan import PartitionPlan, PlanCache, barrier_imbalance, evaluate_loads, plan_loads
+from dbsp_megatron.parallel_state import SequenceParallelGroups
+from dbsp_megatron.plan import PartitionPlan, barrier_imbalance, evaluate_loads, plan_loads
 from dbsp_megatron.plan.layout import balanced_runs
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
-from dbsp_megatron.strategy.calibration import LayoutCalibrator
+from dbsp_megatron.strategy.calibration import MeshCalibrators
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import (
@@ -39,13 +34,13 @@ from dbsp_megatron.strategy.counts import (
     gather_counts,
     gather_mask,
 )
-from dbsp_megatron.strategy.fallback import PlanGuard, joins_chunks
+from dbsp_megatron.strategy.execution import MeshExecutor, remember
+from dbsp_megatron.strategy.head_order import HeadReorder
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.mask_rows import predict_rows
+from dbsp_megatron.strategy.planning import Planning
 from dbsp_megatron.strategy.records import StepRecords, Stopwatch
 from dbsp_megatron.strategy.verify import Verifier
-
-_MAX_CACHED = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,32 +52,31 @@ class _Underway:
     plan: PartitionPlan
 
 
-def _remember(cache: OrderedDict[Hashable, object], key: Hashable, value: object) -> None:
-    cache[key] = value
-    while len(cache) > _MAX_CACHED:
-        cache.popitem(last=False)
-
-
 class LayerRunner:
-    """Runs calls of all layers; holds the caches that they share."""
+    """Runs calls of all layers: counts and plans are one for all meshes, each mesh executes its plans.
+
+    Args:
+        config: settings.
+        strategy: meshes, and what is counted.
+        groups: process groups of all meshes.
+        planning: makes plans.
+    """
 
     def __init__(
         self,
         config: SequenceParallelConfig,
         strategy: SequenceParallelStrategy,
         groups: SequenceParallelGroups,
-        mesh: SequenceParallelMesh,
-        cache: PlanCache,
+        planning: Planning,
     ) -> None:
-        self.config, self.strategy, self.groups, self.mesh, self.cache = config, strategy, groups, mesh, cache
+        self.config, self.strategy, self.groups, self.planning = config, strategy, groups, planning
         self.traffic = Traffic()
-        self.calibrator = LayoutCalibrator(mesh.ulysses_degree, mesh.ring_degree)
-        first = mesh.rank == 0
-        self._guard = PlanGuard(config, (mesh.ulysses_degree, mesh.ring_degree), speaks=first)
-        self._verifier = Verifier(config.verify_steps, self._sp_control_group, speaks=first)
+        self._executors = {mesh: MeshExecutor(config, groups.mesh(*mesh), self.traffic) for mesh in strategy.meshes}
+        self._default = self._executors[strategy.ulysses_degree, strategy.ring_degree]
+        self._calibrators = MeshCalibrators()
+        self._verifier = Verifier(config.verify_steps, self._sp_control_group, speaks=groups.rank == 0)
+        self._reorder = HeadReorder(groups.group, groups.rank, self.traffic)
         self._counts: OrderedDict[Hashable, object] = OrderedDict()
-        self._work: OrderedDict[Hashable, object] = OrderedDict()
-        self._patterns = PatternCache()
         self._underway: OrderedDict[Hashable, object] = OrderedDict()
         self._latest: OrderedDict[Hashable, object] = OrderedDict()
 
@@ -96,12 +90,16 @@ class LayerRunner:
         """
         where = f"attention layer {layer}, step {step}"
         before = self.traffic.bytes_sent
-        counts = plan = None
-        reused = False
+        counts = plan = peeked = None
         if call is not None and isinstance(call.mask, BlockMask):
             counts = self._static_counts(call.mask, call.layout)
-            plan, reused = self.cache.plan_for(layer, step, counts.workload, key=call.plan_key)
-            plan, fault = self._executable(call, plan, where, counts)
+            peeked = self.planning.peek(call, counts.workload)
+            if peeked is not None:
+                plan, fault = self._executable(call, peeked[0], where, counts)
+                problem = problem or fault
+        orders = None
+        if call is not None:
+            orders, fault = self._reorder.orders_of(call)
             problem = problem or fault
         beliefs = {
             "tensor shapes, dtype, layout, grid and scale": call.shape_digest if call else 0,
@@ -114,7 +112,17 @@ class LayerRunner:
         if call is None:
             raise ValueError(f"{where}: {problem}")
 
+        self.planning.measure(call)
+        reused = False
+        if counts is not None:
+            if plan is None:
+                plan, reused = self._agreed_plan(call, counts, where)
+            else:
+                reused = self.planning.plan(call, counts.workload)[1]
         watch = Stopwatch(call.q.device)
+        if orders is not None:
+            q, k, v = self._reorder.enter(call, orders)
+            call = replace(call, q=q, k=k, v=v)
         if isinstance(call.mask, BlockMask):
             rows: Tensor | BlockMask = call.mask
         else:
@@ -128,27 +136,46 @@ class LayerRunner:
         if check is not None and call.needs_grad:
             q, k, v = check.enter(call.q, call.k, call.v)
             call = replace(call, q=q, k=k, v=v)
-        out = self._execute(call, plan, rows)
+        out = self._executor(plan).execute(call, plan, rows)
         watch.stop()
+        self.planning.note(call, watch)
         record = records.layer(layer)
         record.bytes_sent += self.traffic.bytes_sent - before
         record.watches.append(watch)
         if check is not None:
             out = check.leave(call.q, call.k, call.v, out, backward=call.needs_grad)
+        if orders is not None:
+            out = self._reorder.leave(out, call, orders)
         return out, rows, plan
+
+    def better_homes(self, layout: TokenLayout) -> np.ndarray | None:
+        """Homes that should replace those of a layout, by the counts of the mesh that most calls ran on."""
+        return self._calibrators.better_homes(layout)
+
+    def _executor(self, plan: PartitionPlan) -> MeshExecutor:
+        # A plan of a mesh that is none of the run's gives way to one of the default mesh.
+        return self._executors.get((plan.ulysses_degree, plan.ring_degree), self._default)
 
     def _executable(
         self, call: LayerCall, plan: PartitionPlan, where: str, counts: LayerCounts | None = None
     ) -> tuple[PartitionPlan | None, str | None]:
-        """The plan, or what takes its place, or why nothing can."""
-        shape, workload = call.shape, None
-        if counts is not None:
-            workload = counts.workload
-            shape = replace(shape, whole_chunks=shape.whole_chunks or counts.density == 1.0)
-        try:
-            return self._guard.executable(plan, shape, call.layout, where, workload), None
-        except ValueError as error:
-            return None, str(error)
+        return self._executor(plan).executable(call, plan, where, counts)
+
+    def _agreed_plan(self, call: LayerCall, counts: LayerCounts, where: str) -> tuple[PartitionPlan, bool]:
+        """The plan that is made of counts of this step, after ranks agreed on the call and its counts.
+
+        Raises:
+            ValueError: on every rank: no plan can be executed, or ranks chose differently.
+        """
+        made, reused = self.planning.plan(call, counts.workload)
+        plan, fault = self._executable(call, made, where, counts)
+        beliefs = self.planning.choice_beliefs(call)
+        if beliefs:
+            agree(where, fault, beliefs, self.groups.control_group)
+        if plan is None:
+            # Of what all ranks hold alike, so all of them are here.
+            raise ValueError(f"{where}: {fault}")
+        return plan, reused
 
     def _predicted_rows(
         self, call: LayerCall, method: MaskMethod, where: str
@@ -163,43 +190,34 @@ class LayerRunner:
         unfit = None
         if plan is not None:
             plan, unfit = self._executable(call, plan, where)
-        rows, fault = predict_rows(call, method, self.mesh.size, self.traffic)
+        rows, fault = predict_rows(call, method, self.groups.size, self.traffic)
         fault = fault or unfit
         # The plan is made from integers that all ranks were given alike, so it can differ only by a fault of ours.
-        agree(where, fault, {"partition plan": digest_int(plan.digest) if plan else 0}, self.groups.control_group)
+        beliefs = {"partition plan": digest_int(plan.digest) if plan else 0, **self.planning.choice_beliefs(call)}
+        agree(where, fault, beliefs, self.groups.control_group)
         if rows is None:
             raise ValueError(f"{where}: {fault}")
         asked = self._asked(call)
         copy = HostCopy(count_rows(rows, call.layout, asked))
         key = (call.layer, call.plan_key)
         if plan is not None and deferred:
-            _remember(self._underway, key, _Underway(call.step, copy, plan))
+            remember(self._underway, key, _Underway(call.step, copy, plan))
             return rows, plan, reused, None
         blocks = gather_mask(rows, call.layout) if self.strategy.needs_mask_on_host else None
         counts = gather_counts(copy.wait(), call.layout, asked, self._sp_control_group, blocks)
         if plan is None:
-            plan, reused = self.cache.plan_for(call.layer, call.step, counts.workload, key=call.plan_key)
-            plan, fault = self._executable(call, plan, where, counts)
-            if plan is None:
-                # Of what all ranks hold alike, so all of them are here.
-                raise ValueError(f"{where}: {fault}")
+            plan, reused = self._agreed_plan(call, counts, where)
         else:
-            self.cache.observe(call.layer, call.step, counts.workload, key=call.plan_key)
+            self.planning.observe(call, call.step, counts.workload)
         return rows, plan, reused, counts
 
     @property
     def _sp_control_group(self) -> dist.ProcessGroup | None:
-        return self.groups.control_group if self.mesh.size > 1 else None
+        return self.groups.control_group if self.groups.size > 1 else None
 
     def _asked(self, call: LayerCall) -> CountsAsked:
         heads = call.q.shape[2]
-        return CountsAsked(
-            self.mesh.ulysses_degree,
-            self.mesh.ring_degree,
-            call.q.shape[0],
-            heads,
-            self.strategy.needs_row_tiles(heads),
-        )
+        return CountsAsked(self.groups.size, call.q.shape[0], heads, self.strategy.needs_row_tiles(heads))
 
     def _plan_from_before(self, call: LayerCall) -> tuple[PartitionPlan | None, bool]:
         """The plan that the counts of the step before give; None when this layer has none yet."""
@@ -209,95 +227,22 @@ class LayerRunner:
             # Of a step before, so on the host long ago.
             del self._underway[key]
             counts = gather_counts(underway.copy.wait(), call.layout, self._asked(call), self._sp_control_group)
-            self.cache.observe(call.layer, underway.step, counts.workload, key=call.plan_key)
+            self.planning.observe(call, underway.step, counts.workload)
             self._observe_layout(call, underway.plan, counts)
-            _remember(self._latest, key, (underway.plan, counts))
-        if not self.cache.knows(call.layer, call.plan_key):
-            return None, False
-        return self.cache.plan_for(call.layer, call.step, None, key=call.plan_key)
+            remember(self._latest, key, (underway.plan, counts))
+        return self.planning.plan(call, None) if self.planning.knows(call) else (None, False)
 
     def _static_counts(self, mask: BlockMask, layout: TokenLayout) -> LayerCounts:
         key = (mask.digest, layout.key)
         if key not in self._counts:
-            counts = counts_of_mask(mask, layout, self.mesh.ulysses_degree, self.mesh.ring_degree)
-            _remember(self._counts, key, counts)
+            mesh = self.strategy.ulysses_degree, self.strategy.ring_degree
+            remember(self._counts, key, counts_of_mask(mask, layout, *mesh))
         self._counts.move_to_end(key)
         return cast(LayerCounts, self._counts[key])
 
-    def _work_index(
-        self, plan: PartitionPlan, geometry: Geometry, kind: str, device: torch.device, layout_key: object
-    ) -> WorkIndex:
-        key = (
-            plan.digest,
-            kind,
-            geometry.num_heads,
-            geometry.num_kv_heads,
-            geometry.block_size_q,
-            geometry.block_size_k,
-            layout_key,
-            device,
-        )
-        if key not in self._work:
-            _remember(self._work, key, WorkIndex(plan, geometry).on(device))
-        self._work.move_to_end(key)
-        return cast(WorkIndex, self._work[key])
-
-    def _exchange(self, index: WorkIndex) -> Exchange:
-        if len(index.peers) == 1:
-            return Exchange(None, 0, self.traffic)
-        group = self.mesh.group if index.moves else self.mesh.ulysses_group
-        return Exchange(group, index.peers.index(self.mesh.rank), self.traffic)
-
-    def _execute(self, call: LayerCall, plan: PartitionPlan, rows: Tensor | BlockMask) -> Tensor:
-        q, layout, device = call.q, call.layout, call.q.device
-        heads, kv_heads = q.shape[2], call.k.shape[2]
-        size_q = rows.block_size_q if isinstance(rows, BlockMask) else layout.block_size
-        size_k = rows.block_size_k if isinstance(rows, BlockMask) else layout.block_size
-        homes = layout.token_homes
-        geometry = Geometry(self.mesh.rank, layout.seqlen, heads, kv_heads, size_q, size_k, homes)
-        index = self._work_index(plan, geometry, "tokens", device, layout.key)
-        exchange = self._exchange(index)
-        join = joins_chunks(plan, call.shape, self.config.kv_gather_mib)
-        schedule: RingSchedule
-        if isinstance(rows, BlockMask):
-            mask = rows.to(device)
-            # One set of lists serves forward, recompute, backward and later steps with this mask and plan.
-            schedule = self._patterns.find_or_make(
-                (rows.digest, plan.digest, layout.key, join), device, lambda: self._static_schedule(mask, index, join)
-            )
-        else:
-            mine = self._rows_to_owners(call, plan, rows)
-            schedule = ring_schedule(mine, (size_q, size_k), index, self.mesh.ring_rank, needed=None, join=join)
-        q, k, v = ToOwners.apply(q, call.k, call.v, index.q_side, index.kv_side, exchange)
-        work = RingWork(
-            schedule=schedule,
-            ring=Ring(self.mesh.ring_group, self.traffic, self.config.kv_prefetch),
-            scale=call.scale,
-            kv_index=None if index.in_order else index.kv_index,
-            engine=call.engine,
-        )
-        out = RingAttention.apply(q, k, v, work)
-        return cast(Tensor, ToHomes.apply(out, index.q_side, layout.num_local, heads, exchange))
-
-    def _static_schedule(self, mask: BlockMask, index: WorkIndex, join: bool) -> RingSchedule:
-        """Schedule of a mask that every rank holds whole, so that each knows what K/V the others read."""
-        mine = index.mask_rows(mask.blocks)
-        needed = index.needed_blocks(mask.numpy()) if self.mesh.ring_degree > 1 else None
-        sizes = mask.block_size_q, mask.block_size_k
-        return ring_schedule(mine, sizes, index, self.mesh.ring_rank, needed=needed, join=join)
-
-    def _rows_to_owners(self, call: LayerCall, plan: PartitionPlan, rows: Tensor) -> Tensor:
-        """Mask rows follow their q-blocks and heads: bool [B, H, nb, N] -> [B, h, q-blocks here, N]."""
-        layout, heads = call.layout, call.q.shape[2]
-        geometry = Geometry(self.mesh.rank, layout.num_blocks, heads, call.k.shape[2], 1, 1, layout.homes)
-        index = self._work_index(plan, geometry, "rows", rows.device, layout.key)
-        packed = rows.permute(0, 2, 1, 3).to(torch.uint8)
-        moved = to_owners((packed,), (index.q_side,), self._exchange(index))[0]
-        return moved.permute(0, 2, 1, 3).bool()
-
     def _observe_layout(self, call: LayerCall, plan: PartitionPlan, counts: LayerCounts) -> None:
         if self.strategy.calibrates_layout:
-            self.calibrator.observe(call.layer, call.layout, counts.workload, plan)
+            self._calibrators.observe(call.layer, call.layout, counts.workload, plan)
 
     def _note(
         self, records: StepRecords, call: LayerCall, plan: PartitionPlan, reused: bool, counts: LayerCounts | None
@@ -308,10 +253,12 @@ class LayerRunner:
         """
         key = (call.layer, call.plan_key)
         record = records.layer(call.layer)
+        record.mesh = (plan.ulysses_degree, plan.ring_degree)
+        record.predicted_us += self.planning.predicted_us(call)
         record.reused, record.moved_q_fraction = reused, plan.moved_q_fraction
         record.head_owner = [int(owner) for owner in plan.main_head_owner]
         if counts is not None:
-            _remember(self._latest, key, (plan, counts))
+            remember(self._latest, key, (plan, counts))
         elif key in self._latest:
             plan, counts = cast("tuple[PartitionPlan, LayerCounts]", self._latest[key])
         else:
@@ -319,14 +266,15 @@ class LayerRunner:
             return
         loads = plan_loads(plan, counts.workload)
         total = int(loads.sum())
-        record.imbalance_before = self._contiguous_imbalance(counts)
+        record.imbalance_before = _contiguous_imbalance(counts, (plan.ulysses_degree, plan.ring_degree))
         record.imbalance_after = barrier_imbalance(loads)
         record.imbalance_gpu = float(loads.sum(-1).max() * loads.shape[0] * loads.shape[1] / total) if total else 1.0
         record.density = counts.density
         record.blocks_timed += int(loads.max(1).sum(-1).max())
 
-    def _contiguous_imbalance(self, counts: LayerCounts) -> float:
-        mesh = (self.mesh.ulysses_degree, self.mesh.ring_degree)
-        head_owner = balanced_runs(counts.contiguous.num_heads, mesh[0])
-        owners = (counts.contiguous.q_home // mesh[0], counts.contiguous.k_home // mesh[0])
-        return barrier_imbalance(evaluate_loads(head_owner, *owners, counts.contiguous, *mesh))
+
+def _contiguous_imbalance(counts: LayerCounts, mesh: tuple[int, int]) -> float:
+    """Of contiguous heads and the contiguous layout."""
+    head_owner = balanced_runs(counts.contiguous.num_heads, mesh[0])
+    owners = (counts.contiguous.q_home // mesh[0], counts.contiguous.k_home // mesh[0])
+    return barrier_imbalance(evaluate_loads(head_owner, *owners, counts.contiguous, *mesh))

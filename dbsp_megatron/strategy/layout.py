@@ -111,6 +111,10 @@ class TokenLayout:
         """What ranks hold per block (`local_blocks` along `dim`) as a whole, on every rank; collective, no gradient."""
         return self._block_rows.put_together(x, dim)
 
+    def gather_parts(self, x: Tensor) -> Tensor:
+        """Tensors of one shape from all ranks, stacked in rank order, on every rank; collective, no gradient."""
+        return self._block_rows.stack(x)
+
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole tensor.
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def mesh_name(mesh: tuple[int, int]) -> str:
+    """Such as U4R2."""
+    return f"U{mesh[0]}R{mesh[1]}"
 
 
 class Stopwatch:
@@ -55,6 +62,9 @@ class LayerRecord:
     head_owner: list[int] = field(default_factory=list)
     watches: list[Stopwatch] = field(default_factory=list)
     blocks_timed: int = 0
+    mesh: tuple[int, int] = (1, 1)
+    predicted_us: float = 0.0
+    """Forward time of the calls so far as a latency model has it; nan without one."""
 
     @property
     def attention_ms(self) -> float:
@@ -65,6 +75,7 @@ class LayerRecord:
         """Plain numbers for logs."""
         return {
             "layer": self.layer,
+            "mesh": mesh_name(self.mesh),
             "imbalance_before": self.imbalance_before,
             "imbalance_after": self.imbalance_after,
             "imbalance_gpu": self.imbalance_gpu,
@@ -73,6 +84,7 @@ class LayerRecord:
             "moved_q_fraction": self.moved_q_fraction,
             "bytes_sent": self.bytes_sent,
             "attention_ms": self.attention_ms,
+            "predicted_ms": self.predicted_us / 1e3,
             "head_owner": self.head_owner,
         }
 
@@ -99,12 +111,22 @@ class StepRecords:
         return sum(record.attention_ms for record in self.layers.values())
 
     def predicted_ms(self) -> float:
-        """Time of this step's barrier-counted blocks at the rate of the step before; nan in the first step."""
+        """What a latency model says of this step.
+
+        Without one, the time of its barrier-counted blocks at the rate of the step before; nan in the first step.
+        """
+        modelled = sum(record.predicted_us for record in self.layers.values())
+        if self.layers and math.isfinite(modelled):
+            return modelled / 1e3
         if not self._before:
             return float("nan")
         blocks = sum(record.blocks_timed for record in self._before.values())
         rate = sum(record.attention_ms for record in self._before.values()) / blocks
         return rate * sum(record.blocks_timed for record in self.layers.values())
+
+    def meshes(self) -> Counter[tuple[int, int]]:
+        """Layers by the mesh of their last call."""
+        return Counter(record.mesh for record in self.layers.values())
 
     def mean(self, name: str) -> float:
         """Mean of a field over the layers; nan before the first layer."""

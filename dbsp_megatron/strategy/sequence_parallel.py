@@ -23,13 +23,16 @@ from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
 from dbsp_megatron.plan import PartitionPlan, PlanCache, ReplanRule, plan_or_stay
+from dbsp_megatron.strategy.auto import Auto
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import gather_mask
 from dbsp_megatron.strategy.layer import LayerRunner
 from dbsp_megatron.strategy.layout import TokenLayout
-from dbsp_megatron.strategy.records import StepRecords
+from dbsp_megatron.strategy.planning import FixedMesh, Planning
+from dbsp_megatron.strategy.records import StepRecords, mesh_name
+from dbsp_megatron.strategy.selection import MeshSelection
 
 _MAX_LAYOUTS = 64
 _KEPT_ROWS = 1 << 20
@@ -77,15 +80,16 @@ class SequenceParallel:
         group = _resolve_group(group)
         size = 1 if group is None else group.size()
         problem: ValueError | NotImplementedError | None = None
+        files = 0
         try:
             self.strategy = get_strategy(config.strategy)(config, size)
+            files = self.strategy.prepare([0] if group is None else dist.get_process_group_ranks(group))
             check_engine(config.engine)
         except (ValueError, NotImplementedError) as error:
             problem = error
+        beliefs = {"sequence-parallel configuration": config.digest, "latency calibration (sp.calibration)": files}
         try:
-            agree(
-                "", None if problem is None else str(problem), {"sequence-parallel configuration": config.digest}, group
-            )
+            agree("", None if problem is None else str(problem), beliefs, group)
         except ValueError:
             if isinstance(problem, NotImplementedError):
                 raise problem from None
@@ -99,19 +103,29 @@ class SequenceParallel:
         self.group = group
         self.size, self.rank = size, self.mesh.rank
         self.ulysses_degree, self.ring_degree = self.mesh.ulysses_degree, self.mesh.ring_degree
-        self.cache = PlanCache(
-            lambda workload: plan_or_stay(self.strategy.plan, workload, self.ulysses_degree, self.ring_degree),
-            rule=ReplanRule(min_gain=config.replan_gain),
-            mesh=(self.ulysses_degree, self.ring_degree),
-        )
+        self._planning, self.cache = self._make_planning()
         self.records = StepRecords()
-        self._runner = LayerRunner(self.config, self.strategy, self.groups, self.mesh, self.cache)
+        self._runner = LayerRunner(self.config, self.strategy, self.groups, self._planning)
         self._layouts: OrderedDict[tuple[int, int], TokenLayout] = OrderedDict()
         self._context: list[_Context] = []
         self._step: int | None = None
         self._calls = 0
         self._destroyed = False
         self._rows: dict[int, tuple[Tensor | BlockMask, TokenLayout, PartitionPlan]] = {}
+
+    def _make_planning(self) -> tuple[Planning, PlanCache]:
+        """What makes plans, and the plan cache of the (default) mesh."""
+        mesh = (self.ulysses_degree, self.ring_degree)
+        if isinstance(self.strategy, Auto):
+            group = None if self.size == 1 else self.groups.control_group
+            selection = MeshSelection(self.strategy, group, speaks=self.rank == 0)
+            return selection, selection.caches[mesh]
+        cache = PlanCache(
+            lambda workload: plan_or_stay(self.strategy.plan, workload, *mesh),
+            rule=ReplanRule(min_gain=self.config.replan_gain),
+            mesh=mesh,
+        )
+        return FixedMesh(cache), cache
 
     def layout(self, seqlen: int, block_size: int | None = None) -> TokenLayout:
         """Who holds which tokens of a sequence; made once per length and kept (bounded) until `recalibrate`.
@@ -145,7 +159,7 @@ class SequenceParallel:
             return False
         changed = False
         for key, layout in self._layouts.items():
-            homes = self._runner.calibrator.better_homes(layout)
+            homes = self._runner.better_homes(layout)
             if homes is not None:
                 self._layouts[key] = self._make_layout(*key, homes)
                 changed = True
@@ -156,8 +170,7 @@ class SequenceParallel:
             seqlen,
             block_size,
             self.strategy.layout_policy,
-            self.ulysses_degree,
-            self.ring_degree,
+            *self.strategy.layout_degrees,
             self.rank,
             self.group,
             self.groups.control_group,
@@ -279,24 +292,27 @@ class SequenceParallel:
             batch_masks=batch_masks,
             backward=backward,
             deterministic=backward and torch.are_deterministic_algorithms_enabled(),
-            resume=self.ring_degree > 1,
+            resume=any(ring > 1 for _, ring in self.strategy.meshes),
         )
         return choose_engine(self.config.engine, attention)
 
     def stats(self) -> dict[str, float | int | str]:
-        """Numbers of the current step: means over layers, sums of bytes and time of this rank."""
-        records = self.records
+        """Numbers of the current step: means over layers, sums of bytes and time of this rank.
+
+        `sp/mesh` tells how many layers ran on which mesh; `sp/ulysses_degree` and `sp/ring_degree` are those of most.
+        """
+        records, planning = self.records, self._planning.stats()
         measured = records.measured_ms()
+        meshes = records.meshes().most_common() or [((self.ulysses_degree, self.ring_degree), 0)]
         return {
             "sp/strategy": self.config.strategy,
-            "sp/ulysses_degree": self.ulysses_degree,
-            "sp/ring_degree": self.ring_degree,
+            "sp/mesh": " ".join(f"{mesh_name(mesh)}:{count}" for mesh, count in meshes),
+            "sp/ulysses_degree": meshes[0][0][0],
+            "sp/ring_degree": meshes[0][0][1],
             "sp/imbalance_before": records.mean("imbalance_before"),
             "sp/imbalance_after": records.mean("imbalance_after"),
             "sp/imbalance_gpu": records.mean("imbalance_gpu"),
-            "sp/plan_reuse": self.cache.reuse_fraction,
-            "sp/plan_regret": self.cache.regret,
-            "sp/replans_per_step": self.cache.stats()["replans_per_step"],
+            **{f"sp/{name}": value for name, value in planning.items()},
             "sp/density": records.mean("density"),
             "sp/bytes_sent": self._runner.traffic.bytes_sent,
             "sp/attention_ms": measured,
@@ -368,8 +384,9 @@ class SequenceParallel:
             )
         for side in ("q", "k"):
             size = getattr(mask, f"block_size_{side}")
-            if self.ring_degree > 1 and layout.block_size % size:
+            ring = min(ring for _, ring in self.strategy.meshes)
+            if ring > 1 and layout.block_size % size:
                 raise ValueError(
                     f"mask.block_size_{side}={size} must divide the layout's block_size={layout.block_size} when "
-                    f"ring_degree > 1 (it is {self.ring_degree}): make the layout with a multiple of {size}"
+                    f"ring_degree > 1 (it is {ring}): make the layout with a multiple of {size}"
                 )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dbsp_megatron.masks import MaskConfig, build_mask_method
+from dbsp_megatron.masks import MaskConfig, TokenGrid, build_mask_method, tile_order
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.strategy import SequenceParallel, TokenLayout
 
@@ -36,9 +36,11 @@ class ShardedModel:
         self.sp = sp
         self._text_tokens = config.sequence_text_len
         self._method = build_mask_method(mask)
+        self._cube = mask.cube
         self._device = device
         self._bf16 = precision == "bf16"
-        self._layouts: dict[int, tuple[TokenLayout, Tensor]] = {}
+        self._layouts: dict[Grid, tuple[TokenLayout, Tensor, Tensor]] = {}
+        self._orders: dict[Grid, Tensor] = {}
 
     def recalibrate(self) -> bool:
         """Between steps: lets measured counts reorder tokens; True if this rank's tokens of later calls are others."""
@@ -51,17 +53,30 @@ class ShardedModel:
         """Token layout of [text ; video] for a patch grid."""
         return self._placed(grid)[0]
 
-    def _placed(self, grid: Grid) -> tuple[TokenLayout, Tensor]:
-        """Layout and its positions on the device: one tensor for the whole run, by which the model knows it again."""
-        seqlen = self._text_tokens + math.prod(grid)
-        if seqlen not in self._layouts:
-            layout = self.sp.layout(seqlen)
-            self._layouts[seqlen] = (layout, layout.positions.to(self._device))
-        return self._layouts[seqlen]
+    def _placed(self, grid: Grid) -> tuple[TokenLayout, Tensor, Tensor]:
+        """Layout, and which tokens of [text ; video] in raster order this rank holds: on the host, and on the device.
+
+        One tensor for the whole run, by which the model knows it again.
+        """
+        if grid not in self._layouts:
+            layout = self.sp.layout(self._text_tokens + math.prod(grid))
+            tokens = torch.cat([torch.arange(self._text_tokens), self._text_tokens + self._order(grid)])
+            positions = tokens[layout.positions]
+            self._layouts[grid] = (layout, positions, positions.to(self._device))
+        return self._layouts[grid]
+
+    def _order(self, grid: Grid) -> Tensor:
+        """Raster index of the video token at each place of the sequence, int64 [N] on the CPU."""
+        if grid not in self._orders:
+            self._orders[grid] = tile_order(self._tokens(grid))
+        return self._orders[grid]
+
+    def _tokens(self, grid: Grid) -> TokenGrid:
+        return TokenGrid(*grid, cube=self._cube)
 
     def video_positions(self, grid: Grid) -> Tensor:
         """Indices of this rank's video tokens in the video sequence, int64 [s] on the CPU."""
-        positions = self.layout(grid).positions
+        positions = self._placed(grid)[1]
         return positions[positions >= self._text_tokens] - self._text_tokens
 
     def shard(self, tokens: Tensor, grid: Grid) -> Tensor:
@@ -76,18 +91,19 @@ class ShardedModel:
         before = self.layout(grid)
         if not self.recalibrate() or self.layout(grid) is before:
             return tensors
-        whole = [self._gathered(tensor, before) for tensor in tensors]
+        whole = [self._gathered(tensor, before, grid) for tensor in tensors]
         return [tensor[:, self.video_positions(grid).to(tensor.device)] for tensor in whole]
 
     def gather(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Whole video tokens [B, N, C] from those of the ranks [B, s, C]; collective, no gradient needed."""
-        return self._gathered(tokens, self.layout(grid))
+        return self._gathered(tokens, self.layout(grid), grid)
 
-    def _gathered(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
+    def _gathered(self, tokens: Tensor, layout: TokenLayout, grid: Grid) -> Tensor:
         missing = layout.num_local - tokens.shape[1]
         # Text tokens come first in a layout: rows of them stand in for the text that the model does not return.
         padded = torch.cat([tokens.new_zeros(tokens.shape[0], missing, tokens.shape[2]), tokens], dim=1)
-        return layout.gather(padded, dim=1)[:, self._text_tokens :]
+        ordered = layout.gather(padded, dim=1)[:, self._text_tokens :]
+        return ordered if self._cube is None else ordered[:, self._order(grid).argsort().to(ordered.device)]
 
     @contextmanager
     def session(self, grid: Grid) -> Iterator[None]:
@@ -96,7 +112,7 @@ class ShardedModel:
         Activation recomputation calls attention again during backward, so backward belongs inside.
         """
         autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16)
-        with self.sp.use(layout=self.layout(grid), mask=self._method, grid=grid), autocast:
+        with self.sp.use(layout=self.layout(grid), mask=self._method, grid=self._tokens(grid)), autocast:
             yield
 
     def velocity(self, x: Tensor, timesteps: Tensor, grid: Grid, context: Tensor | None) -> Tensor:
@@ -105,6 +121,6 @@ class ShardedModel:
             x,
             timesteps.to(self._device),
             grid=grid,
-            positions=self._placed(grid)[1],
+            positions=self._placed(grid)[2],
             context=None if context is None else context.to(self._device),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron import BlockMask
-from dbsp_megatron.masks import MaskMethod
+from dbsp_megatron.masks import BlockSummary, MaskMethod
 from tests.distributed.sharded import make_sp, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL, Gradients, attention_gradients, expand_blocks, max_error, random_qkv
@@ -36,10 +36,15 @@ class _Given(MaskMethod):
     name = "given"
 
     def predict(
-        self, q_summary: Tensor, k_summary: Tensor, layer: int, step: int, grid: tuple[int, int, int] | None
+        self,
+        q_summary: BlockSummary,
+        k_summary: BlockSummary,
+        layer: int,
+        step: int,
+        grid: tuple[int, int, int] | None,
     ) -> Tensor:
-        blocks = _skewed(q_summary.shape[0])
-        return blocks[:, :, q_summary[0, :, 0, 0].round().long()]
+        blocks = _skewed(q_summary.batch)
+        return blocks[:, :, q_summary.field("means")[0, :, 0, 0].round().long()]
 
 
 def _worst(got: Gradients, want: Gradients) -> float:

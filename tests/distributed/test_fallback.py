@@ -20,7 +20,7 @@ from dbsp_megatron import BlockMask, PartitionPlan, SequenceParallel, plan_parti
 from dbsp_megatron.attention import chunks, exchange, ring
 from dbsp_megatron.attention.engines import engine_named
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
-from dbsp_megatron.masks import TopPMask
+from dbsp_megatron.masks import BlockSummary, TopPMask
 from dbsp_megatron.strategy import TokenLayout, fallback
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.fallback import layer_bytes
@@ -144,9 +144,9 @@ class _Given(TopPMask):
         super().__init__(0.5)
         object.__setattr__(self, "mask", mask)
 
-    def predict(self, q_summary: Tensor, k_summary: Tensor, *_: Any) -> Tensor:
-        blocks = self.mask.blocks.expand(q_summary.shape[0], -1, -1, -1)  # type: ignore[attr-defined]
-        return blocks[:, :, : q_summary.shape[1]]
+    def predict(self, q_summary: BlockSummary, k_summary: BlockSummary, *_: Any) -> Tensor:
+        blocks = self.mask.blocks.expand(q_summary.batch, -1, -1, -1)  # type: ignore[attr-defined]
+        return blocks[:, :, : len(q_summary.blocks)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dbsp_megatron import BlockMask, SequenceParallel, SequenceParallelConfig
-from dbsp_megatron.masks import MaskMethod
+from dbsp_megatron.masks import BlockSummary, MaskMethod
 from tests.harness import run_ranks
 
 
@@ -22,8 +21,9 @@ class _BrokenMask(MaskMethod):
     def __init__(self, kind: str, only: int | None) -> None:
         self.kind, self.only = kind, only
 
-    def predict(self, q_summary: Tensor, k_summary: Tensor, layer: int, step: int, grid: Any) -> Any:
-        good = torch.ones(q_summary.shape[0], q_summary.shape[2], q_summary.shape[1], k_summary.shape[1]).bool()
+    def predict(self, q_summary: BlockSummary, k_summary: BlockSummary, layer: int, step: int, grid: Any) -> Any:
+        shape = (q_summary.batch, q_summary.num_heads, len(q_summary.blocks), len(k_summary.blocks))
+        good = torch.ones(shape).bool()
         if self.only not in (None, dist.get_rank()):
             return good
         if self.kind == "raises":

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_megatron import BlockMask, SequenceParallel
-from dbsp_megatron.masks import MaskMethod, TopPMask, pool_blocks
+from dbsp_megatron.masks import MaskMethod, TopPMask
 from tests.distributed.sharded import check, is_equal, make_sp, random_problem, recorded_collectives, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL, attention_gradients, expand_blocks, max_error, random_blocks, random_qkv
@@ -200,7 +200,7 @@ def _method_parity(rank: int, world_size: int) -> None:
     inputs = random_qkv(3, 2, 53, 6, 8, num_kv_heads=3)
     inputs = (inputs[0] * 3, *inputs[1:])
     single = TopPMask(0.6)
-    blocks = single.predict(pool_blocks(inputs[0], 8), pool_blocks(inputs[1], 8), 0, 0, None)
+    blocks = single.mask(inputs[0], inputs[1], block_size=8).blocks
     want = attention_gradients(*inputs[:3], expand_blocks(blocks, 8, 8, 53, 53), inputs[3])
     for u, r in ((4, 1), (2, 2), (1, 4)):
         sp = make_sp("dbsp", u, r, block_size=8)

@@ -56,6 +56,40 @@ def test_mask_config_from_args_takes_every_flag() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        ("--sp-mask dense", MaskConfig(method="dense")),
+        ("--sp-mask topk --sp-mask-density 0.3", MaskConfig(method="topk", density=0.3)),
+        ("--sp-mask sparge --sp-mask-similarity 0.4", MaskConfig(method="sparge", similarity=0.4)),
+        ("--sp-mask vsa --sp-mask-cube 4 4 4", MaskConfig(method="vsa", cube=(4, 4, 4))),
+        (
+            "--sp-mask sparse_videogen --sp-mask-sample-rows 8 --sp-mask-sink-frames 0",
+            MaskConfig(method="sparse_videogen", sample_rows=8, sink_frames=0),
+        ),
+        (
+            "--sp-mask sliding_tile --sp-mask-tile 1 2 4 --sp-mask-window 3 1 1",
+            MaskConfig(method="sliding_tile", tile=(1, 2, 4), window=(3, 1, 1)),
+        ),
+        ("--sp-mask radial --sp-mask-width 0.5", MaskConfig(method="radial", width=0.5)),
+        (
+            "--sp-mask duo --sp-mask-global-heads 0 3 --sp-mask-sink-tokens 4 --sp-mask-window-tokens 5",
+            MaskConfig(method="duo", global_heads=(0, 3), sink_tokens=4, window_tokens=5),
+        ),
+        ("--sp-mask duo --sp-mask-global-heads", MaskConfig(method="duo", global_heads=())),
+        ("--sp-mask file --sp-mask-path a.safetensors", MaskConfig(method="file", path="a.safetensors")),
+        ("--sp-mask-ramp cosine --sp-mask-ramp-steps 9", MaskConfig(ramp="cosine", ramp_steps=9)),
+    ],
+)
+def test_mask_config_from_args_knows_every_method(words: str, config: MaskConfig) -> None:
+    assert mask_config_from_args(_parse(*words.split())) == config
+
+
+def test_mask_flags_that_do_not_belong_are_refused() -> None:
+    with pytest.raises(ValueError, match="mask.density=0.3 does not belong to mask.method=topp"):
+        mask_config_from_args(_parse("--sp-mask-density", "0.3"))
+
+
 def test_config_from_args_applies_the_rules_of_the_config() -> None:
     with pytest.raises(ValueError, match="ulysses_degree"):
         config_from_args(_parse("--ulysses-degree", "0"))

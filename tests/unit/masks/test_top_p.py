@@ -11,6 +11,7 @@ from torch import Tensor
 from dbsp_megatron import MaskConfig, build_mask_method
 from dbsp_megatron.masks import MaskMethod, TopPMask, pool_blocks
 from tests.harness import run_ranks
+from tests.unit.masks.summaries import of_means
 
 
 def _summaries(
@@ -43,7 +44,7 @@ def _slow_top_p(q: Tensor, k: Tensor, top_p: float, min_blocks: int) -> Tensor:
 
 
 def _predict(method: MaskMethod, q: Tensor, k: Tensor, layer: int = 0, step: int = 0) -> Tensor:
-    return method.predict(q, k, layer, step, None)
+    return method.predict(of_means(q, k.shape[1]), of_means(k), layer, step, None)
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.7, 0.95])

@@ -29,7 +29,7 @@ def test_patterns_of_a_mask_are_made_once_until_it_is_written_to(sp: SequencePar
     leaves = [x.requires_grad_() for x in (q, k, v)]
     blocks = random_blocks(3, 2, 4, 3, 3)
     mask = BlockMask(blocks, 16, 16, SEQLEN, SEQLEN)
-    with patch("dbsp_megatron.strategy.layer.ring_schedule", side_effect=ring_schedule) as made:
+    with patch("dbsp_megatron.strategy.execution.ring_schedule", side_effect=ring_schedule) as made:
         for layer in range(2):
             torch.autograd.grad(sp.attention(*leaves, mask=mask, layer=layer), leaves, dout)
         assert made.call_count == 1
@@ -42,7 +42,7 @@ def test_patterns_of_a_mask_are_made_once_until_it_is_written_to(sp: SequencePar
 
 def test_patterns_of_predicted_masks_are_not_kept(sp: SequenceParallel) -> None:
     q, k, v, _ = random_qkv(3, 1, SEQLEN, 4, 8)
-    with patch("dbsp_megatron.strategy.layer.ring_schedule", side_effect=ring_schedule) as made:
+    with patch("dbsp_megatron.strategy.execution.ring_schedule", side_effect=ring_schedule) as made:
         for _ in range(2):
             sp.attention(q, k, v, mask=TopPMask(0.5))
     assert made.call_count == 2

@@ -58,11 +58,10 @@ def test_impossible_degrees_are_refused(strategy: str, size: int, given: dict[st
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("name", ["dsp", "auto"])
-def test_reserved_strategies_say_that_they_are_missing(name: str) -> None:
+def test_reserved_strategies_say_that_they_are_missing() -> None:
     """A name of the interface that this version does not hold is not an unknown name."""
-    with pytest.raises(NotImplementedError, match=name):
-        SequenceParallel(SequenceParallelConfig(strategy=name))
+    with pytest.raises(NotImplementedError, match="dsp"):
+        SequenceParallel(SequenceParallelConfig(strategy="dsp"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_a_new_strategy_is_one_registered_class() -> None:
         def degrees(self) -> tuple[int, int]:
             return 1, 1
 
-    assert strategy_names() == ["dbsp", "none", "ring", "ulysses", "usp"]
+    assert strategy_names() == ["dbsp", "auto", "none", "ring", "ulysses", "usp"]
     with pytest.raises(ValueError, match="usp"):
         register_strategy(Twice)
 

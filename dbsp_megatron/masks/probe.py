@@ -1,0 +1,128 @@
+"""The probe: attention of a few query tokens under candidate masks, to choose between them.
+
+Ranks hold the keys in parts. Each computes what its own keys add to an online softmax; parts are merged in rank order.
+
+Dims: B batch, S tokens of the sequence, s key tokens at hand, m probe rows, H/Hkv heads, D/Dv head dims, C candidates,
+P parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.masks.summary import Needs
+
+_WORKING_ELEMENTS = 1 << 27
+"""Elements of the weights of all masks that are held at a time."""
+
+
+def probe_places(count: int, seqlen: int, layer: int, step: int, device: torch.device) -> Tensor:
+    """Query tokens to probe: one in each of `count` equal parts of the sequence, at a place that varies by part.
+
+    Integer arithmetic on the device, so that places do not depend on who computes them and nothing is copied.
+
+    Args:
+        count: how many, at most one per token.
+        seqlen: tokens of the sequence.
+        layer: layer index.
+        step: step; other layers and steps probe other tokens.
+        device: where.
+
+    Returns:
+        int64 [min(count, seqlen)], ascending and distinct.
+    """
+    count = min(count, seqlen)
+    start = int.from_bytes(hashlib.blake2b(f"{layer},{step}".encode(), digest_size=4).digest(), "little")
+    index = torch.arange(count, device=device)
+    # Multiples of the golden ratio spread offsets evenly over the parts, and off any period of the grid.
+    offset = (index * 2654435769 + start) & 0xFFFFFFFF
+    return (index * seqlen + (offset * seqlen >> 32)) // max(count, 1)
+
+
+def take_rows(x: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+    """The tokens of `places` that are at hand, zeros for the others.
+
+    Args:
+        x: [B, s, H, D].
+        positions: int64 [s], ascending: index in the sequence of each token at hand.
+        places: int64 [m].
+
+    Returns:
+        [B, m, H, D] in fp32 (fp64 for fp64 inputs). Over ranks, one of them has each row: the sum is exact.
+    """
+    wide = x.dtype if x.element_size() == 8 else torch.float32
+    if x.shape[1] == 0:
+        return x.new_zeros((x.shape[0], places.shape[0], *x.shape[2:]), dtype=wide)
+    index = torch.searchsorted(positions, places).clamp_max(x.shape[1] - 1)
+    here = positions[index] == places
+    return x[:, index].to(wide) * here[None, :, None, None]
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None) -> Tensor:
+    """What some keys add to the attention of the probe rows, without a mask and under each candidate.
+
+    Args:
+        q: probe rows, [B, m, H, D].
+        k: keys at hand, [B, s, Hkv, D].
+        v: [B, s, Hkv, Dv].
+        allowed: bool [C, m, s].
+        scale: softmax scale, default D ** -0.5.
+
+    Returns:
+        [B, H, m, 1 + (1 + C) * (1 + Dv)] in fp32 (fp64 for fp64 inputs), per row: the highest score, then of no mask
+        and of each candidate the sum of weights relative to it and the weighted sum of v. Keys of a candidate so far
+        below the highest score that their weights vanish count as none.
+    """
+    batch, rows, heads, dim = q.shape
+    kv_heads, num_keys, masks = k.shape[2], k.shape[1], allowed.shape[0] + 1
+    group = heads // kv_heads
+    wide = q.dtype if q.element_size() == 8 else torch.float32
+    scale = dim**-0.5 if scale is None else scale
+    result = q.new_empty((batch, kv_heads, group, rows, 1 + masks * (1 + v.shape[3])), dtype=wide)
+    queries = q.to(wide).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
+    at_once = max(1, _WORKING_ELEMENTS // max(1, batch * group * rows * num_keys * (masks + 1)))
+    for first in range(0, kv_heads, at_once):
+        part = slice(first, first + at_once)
+        keys, values = (x[:, :, part].permute(0, 2, 1, 3).to(wide) for x in (k, v))
+        scores = (queries[:, part].flatten(2, 3) @ keys.transpose(2, 3) * scale).unflatten(2, (group, rows))
+        peak = scores.amax(-1, keepdim=True) if num_keys else scores.new_full((*scores.shape[:-1], 1), -math.inf)
+        weights = (scores - peak).exp_()
+        sums = [torch.cat([weights.sum(-1, keepdim=True), _weighted(weights, values)], -1)]
+        for mask in allowed:
+            masked = weights * mask
+            sums.append(torch.cat([masked.sum(-1, keepdim=True), _weighted(masked, values)], -1))
+        result[:, part] = torch.cat([peak, *sums], -1)
+    return result.flatten(1, 2)
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """[B, h, g, m, s] times [B, h, s, Dv]."""
+    return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+
+
+def merge_probes(parts: Tensor, shape: tuple[int, int], needs: Needs, value_dim: int) -> Tensor:
+    """Mean squared error of each candidate against no mask, over probe rows and value dims.
+
+    Args:
+        parts: [P, ...], what `partial_attention` gave on each rank.
+        shape: (B, H).
+        needs: tells C.
+        value_dim: Dv.
+
+    Returns:
+        fp64 [B, H, C].
+    """
+    masks = needs.probe_candidates + 1
+    parts = parts.view(parts.shape[0], *shape, -1, 1 + masks * (1 + value_dim)).double()
+    peaks, sums = parts[..., 0], parts[..., 1:].unflatten(-1, (masks, 1 + value_dim))
+    highest = peaks.amax(0)
+    # A part without keys has the peak -inf and sums of 0.
+    factor = torch.where(peaks == -math.inf, 0.0, (peaks - highest).exp())
+    total = (sums * factor[..., None, None]).sum(0)
+    weight = total[..., :1]
+    out = torch.where(weight > 0, total[..., 1:] / weight, 0.0)
+    return (out[..., 1:, :] - out[..., :1, :]).square().mean((2, 4))
