@@ -5,7 +5,7 @@ Dims: B batch, s tokens at home, n tokens worked on here, H/Hkv heads, h/hkv hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.work import Side
-from dbsp_megatron.comm.collectives import all_to_all_flat
+from dbsp_megatron.comm.collectives import FlatSwap
 from dbsp_megatron.kernels.block_pack import pack, piece_sizes, unpack, unpack_sum
 
 
@@ -35,18 +35,39 @@ class Exchange:
     me: int
     traffic: Traffic
 
-    def swap(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-        """Send piece d of a flat buffer, of send_sizes[d] elements, to peer d; returns what the peers sent."""
+    def start(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin to send piece d of a flat buffer, of send_sizes[d] elements, to peer d.
+
+        Returns:
+            Waits, and gives what the peers sent.
+        """
         if self.group is None:
-            return send
+            return lambda: send
         self.traffic.bytes_sent += (send.numel() - send_sizes[self.me]) * send.element_size()
-        return all_to_all_flat(send, send_sizes, recv_sizes, self.group)
+        return FlatSwap(send, send_sizes, recv_sizes, self.group).wait
 
 
 def _peer_sizes(piece_sizes: Sequence[int], per_peer: Sequence[int]) -> list[int]:
     """Elements for (or from) each peer, from those of its pieces."""
     ends = list(accumulate(per_peer))
     return [sum(piece_sizes[end - count : end]) for count, end in zip(per_peer, ends, strict=True)]
+
+
+def start_to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -> Callable[[], list[Tensor]]:
+    """Begin `to_owners`; the result waits, and gives the tensors."""
+    if all(side.identity for side in sides):
+        # Kernels read strided tensors; only the head dim must be adjacent in memory.
+        here = [x.view_as(x) if x.stride(3) == 1 else x.contiguous() for x in xs]
+        return lambda: here
+    batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
+    at_home = [side.at_home(x.shape[1], x.shape[2]) for x, side in zip(xs, sides, strict=True)]
+    at_owner = [side.at_owner for side in sides]
+    sent = _peer_sizes(piece_sizes(at_home, batch, dims), sides[0].send.per_peer)
+    received = _peer_sizes(piece_sizes(at_owner, batch, dims), sides[0].receive.per_peer)
+    # What comes from nobody is zero, not whatever was in memory: masked out, it still meets a factor of 0 in a product.
+    fill = any(side.partial for side in sides)
+    wait = exchange.start(pack(xs, at_home), sent, received)
+    return lambda: unpack(wait(), at_owner, batch, dims, fill=fill)
 
 
 def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -> list[Tensor]:
@@ -60,17 +81,49 @@ def to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -
     Returns:
         Tensors [B, n, heads here, D], rows in ascending global position; rows of a cut head that others compute are 0.
     """
+    return start_to_owners(xs, sides, exchange)()
+
+
+def start_to_homes(
+    xs: Sequence[Tensor],
+    sides: Sequence[Side],
+    local_shapes: Sequence[torch.Size],
+    exchange: Exchange,
+    into: Sequence[Tensor] | None = None,
+) -> Callable[[], list[Tensor]]:
+    """Begin `to_homes`; the result waits, and gives the tensors.
+
+    Args:
+        xs: as there.
+        sides: as there.
+        local_shapes: as there.
+        exchange: as there.
+        into: tensors of `local_shapes` in which the heads that come are set, and no others; None: new ones, in which
+            the others are 0.
+    """
     if all(side.identity for side in sides):
-        # Kernels read strided tensors; only the head dim must be adjacent in memory.
-        return [x.view_as(x) if x.stride(3) == 1 else x.contiguous() for x in xs]
+        here = [x.view_as(x) for x in xs]
+        if into is None:
+            return lambda: here
+        return lambda: [total.copy_(x) for total, x in zip(into, here, strict=True)]
     batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
-    at_home = [side.at_home(x.shape[1], x.shape[2]) for x, side in zip(xs, sides, strict=True)]
+    at_home = [side.at_home(*shape[1:3]) for side, shape in zip(sides, local_shapes, strict=True)]
     at_owner = [side.at_owner for side in sides]
-    sent = _peer_sizes(piece_sizes(at_home, batch, dims), sides[0].send.per_peer)
-    received = _peer_sizes(piece_sizes(at_owner, batch, dims), sides[0].receive.per_peer)
-    # What comes from nobody is zero, not whatever was in memory: masked out, it still meets a factor of 0 in a product.
-    fill = any(side.partial for side in sides)
-    return unpack(exchange.swap(pack(xs, at_home), sent, received), at_owner, batch, dims, fill=fill)
+    sent = _peer_sizes(piece_sizes(at_owner, batch, dims), sides[0].receive.per_peer)
+    received = _peer_sizes(piece_sizes(at_home, batch, dims), sides[0].send.per_peer)
+    wait = exchange.start(pack(xs, at_owner), sent, received)
+    if into is None:
+        return lambda: unpack_sum(wait(), at_home, batch, dims)
+    totals = into
+    if all(side.once for side in sides):
+        return lambda: unpack(wait(), at_home, batch, dims, into=totals)
+
+    def add_copies() -> list[Tensor]:
+        for total, part, side in zip(totals, unpack_sum(wait(), at_home, batch, dims), sides, strict=True):
+            total.index_copy_(2, side.heads_at_home, part.index_select(2, side.heads_at_home))
+        return list(totals)
+
+    return add_copies
 
 
 def to_homes(
@@ -87,14 +140,7 @@ def to_homes(
     Returns:
         Tensors of `local_shapes`.
     """
-    if all(side.identity for side in sides):
-        return [x.view_as(x) for x in xs]
-    batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
-    at_home = [side.at_home(*shape[1:3]) for side, shape in zip(sides, local_shapes, strict=True)]
-    at_owner = [side.at_owner for side in sides]
-    sent = _peer_sizes(piece_sizes(at_owner, batch, dims), sides[0].receive.per_peer)
-    received = _peer_sizes(piece_sizes(at_home, batch, dims), sides[0].send.per_peer)
-    return unpack_sum(exchange.swap(pack(xs, at_owner), sent, received), at_home, batch, dims)
+    return start_to_homes(xs, sides, local_shapes, exchange)()
 
 
 class ToOwners(torch.autograd.Function):

@@ -81,11 +81,17 @@ class Side:
     """The tensor here is the tensor at home: this rank talks to nobody and computes with all that it holds."""
     partial: bool
     """Some (row, head) of the tensor here comes from nobody: other ranks compute the other rows of a cut head."""
+    heads_at_home: Tensor
+    """int64, heads of the tensor at home that go anywhere, ascending."""
+    once: bool
+    """Each (row, head) of them goes to one owner: nothing has to be summed on the way back."""
 
     def to(self, device: torch.device) -> Side:
         """The same indices on a device."""
-        heads = to_device(self.heads, device)
-        return replace(self, send=self.send.to(device), receive=self.receive.to(device), heads=heads)
+        heads, at_home = (to_device(x, device) for x in (self.heads, self.heads_at_home))
+        return replace(
+            self, send=self.send.to(device), receive=self.receive.to(device), heads=heads, heads_at_home=at_home
+        )
 
     def padded(self, send: list[int], receive: list[int]) -> Side:
         """As many pieces for each peer as said, so that this side shares a buffer with another one."""
@@ -140,6 +146,11 @@ def _tensor(x: np.ndarray) -> Tensor:
 class WorkIndex:
     """Index tensors of one plan on one rank.
 
+    Args:
+        plan: what is computed where.
+        geometry: what the index depends on beside it.
+        chosen: int64, heads to index, all pieces of each; None: all heads.
+
     Attributes:
         peers: sp ranks that take part in the exchange, ascending: the Ulysses group if no block moves, else all.
         q_side: traffic of q and out.
@@ -153,7 +164,7 @@ class WorkIndex:
         moves: a block is computed away from its home's ring rank.
     """
 
-    def __init__(self, plan: PartitionPlan, geometry: Geometry) -> None:
+    def __init__(self, plan: PartitionPlan, geometry: Geometry, chosen: np.ndarray | None = None) -> None:
         u_degree, r_degree = plan.ulysses_degree, plan.ring_degree
         size = u_degree * r_degree
         me = geometry.rank
@@ -161,7 +172,8 @@ class WorkIndex:
         homes = geometry.token_homes
         num_q = num_blocks(geometry.seqlen, geometry.block_size_q)
         groups = geometry.num_heads // geometry.num_kv_heads
-        shares = [_Share.of(plan.head_items[plan.head_items[:, RANK] == u]) for u in range(u_degree)]
+        items = plan.head_items if chosen is None else plan.head_items[np.isin(plan.head_items[:, HEAD], chosen)]
+        shares = [_Share.of(items[items[:, RANK] == u]) for u in range(u_degree)]
         q_block = np.arange(geometry.seqlen) // geometry.block_size_q
         # With one ring rank blocks need not end where shards end, so that no block has one home.
         q_owners = [plan.q_owner_of(u) if r_degree > 1 else np.zeros(num_q, dtype=np.int64) for u in range(u_degree)]
@@ -254,7 +266,18 @@ class WorkIndex:
             and send.tokens[0].numel() == receive.tokens[0].numel() == len(local) == len(tokens)
             and len(heads) == num_heads == send.heads[0].numel()
         )
-        return Side(send, receive, _tensor(heads), len(tokens), identity, partial)
+        at_home = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(x.numpy() for x in send.heads)]))
+        num_sent = sum(rows.numel() * those.numel() for rows, those in zip(send.tokens, send.heads, strict=True))
+        return Side(
+            send,
+            receive,
+            _tensor(heads),
+            len(tokens),
+            identity,
+            partial,
+            heads_at_home=_tensor(at_home),
+            once=num_sent == len(local) * len(at_home),
+        )
 
     def on(self, device: torch.device) -> WorkIndex:
         """This index with its tensors on `device` (itself for the host)."""

@@ -28,9 +28,34 @@ def all_to_all_flat(
     Returns:
         [sum(recv_sizes)], a new tensor, pieces in group rank order.
     """
-    recv = send.new_empty(sum(recv_sizes))
-    dist.all_to_all_single(recv, send, list(recv_sizes), list(send_sizes), group=group)
-    return recv
+    return FlatSwap(send, send_sizes, recv_sizes, group).wait()
+
+
+class FlatSwap:
+    """The exchange of `all_to_all_flat`, begun; what is launched before `wait` runs beside it.
+
+    Args:
+        send: as there; not to be written to before `wait`.
+        send_sizes: as there.
+        recv_sizes: as there.
+        group: as there; all of its ranks begin the same exchanges in the same order.
+    """
+
+    def __init__(
+        self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        # Kept until `wait`, or its memory could be given to others while it is read.
+        self._send = send
+        self._received = send.new_empty(sum(recv_sizes))
+        self._work = dist.all_to_all_single(
+            self._received, send, list(recv_sizes), list(send_sizes), group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """The received buffer, once it has arrived."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received
 
 
 def gather_rows(x: Tensor, rows_per_rank: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:

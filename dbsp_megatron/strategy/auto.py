@@ -3,34 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from dbsp_megatron.comm.agree import digest_int
 from dbsp_megatron.parallel_state import factorisations
-from dbsp_megatron.plan import Calibration, reference_calibration
-from dbsp_megatron.plan.rates import LinkCurve
-from dbsp_megatron.strategy.base import ranks_of_node, register_strategy
+from dbsp_megatron.strategy.base import register_strategy
 from dbsp_megatron.strategy.dbsp import DualBalanced
-
-_NETWORK_US = 20.0
-_NETWORK_BYTES_PER_US = 50_000
-_GIGABYTE = 10**9
-
-
-def default_calibration() -> Calibration:
-    """Rates of H200 cards in one node (`reference_calibration`), and an assumed network of 50 GB/s for each of them."""
-    node = reference_calibration()
-    network = tuple(
-        LinkCurve(
-            collective=collective,
-            num_ranks=2,
-            scope="network",
-            num_bytes=(1, _GIGABYTE),
-            time_us=(_NETWORK_US, _NETWORK_US + _GIGABYTE / _NETWORK_BYTES_PER_US),
-        )
-        for collective in ("all_to_all", "p2p")
-    )
-    return replace(node, links=node.links + network, note=f"{node.note}; assumed network of 50 GB/s a card, 20 us")
 
 
 @register_strategy
@@ -59,13 +35,10 @@ class Auto(DualBalanced):
         return (self.ulysses_degree, self.ring_degree) if len(self.meshes) == 1 else (1, self.size)
 
     def prepare(self, ranks: Sequence[int]) -> int:
-        """Reads and checks the calibration."""
-        path, local = self.config.calibration, ranks_of_node()
-        self.calibration = default_calibration() if path is None else Calibration.load(path)
-        nodes = [rank // local for rank in ranks]
-        self.ranks_per_node = nodes.count(nodes[0])
-        self._check_calibration(path, across=len(set(nodes)) > 1)
-        return digest_int(self.calibration.to_json(), self.ranks_per_node)
+        """Checks the calibration as well."""
+        found = super().prepare(ranks)
+        self._check_calibration(self.config.calibration, across=len(ranks) > self.ranks_per_node)
+        return found
 
     def _check_calibration(self, path: str | None, *, across: bool) -> None:
         """Refuses a calibration that cannot predict every mesh."""

@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from dbsp_megatron.comm.agree import digest_int
 from dbsp_megatron.parallel_state import check_degrees, factorisations
-from dbsp_megatron.plan import PartitionPlan, Workload, plan_workload
+from dbsp_megatron.plan import Calibration, PartitionPlan, Workload, plan_workload
 from dbsp_megatron.strategy.config import SequenceParallelConfig
+from dbsp_megatron.strategy.machine import default_calibration
 
 RESERVED = ("dsp",)
 """Names that the interface fixes and this version does not hold."""
@@ -34,6 +36,8 @@ class SequenceParallelStrategy(ABC):
         self.config, self.size = config, size
         self.ulysses_degree, self.ring_degree = self.degrees()
         check_degrees(self.ulysses_degree, self.ring_degree, size)
+        self.calibration = default_calibration()
+        self.ranks_per_node = size
 
     @abstractmethod
     def degrees(self) -> tuple[int, int]:
@@ -50,7 +54,7 @@ class SequenceParallelStrategy(ABC):
         return self.ulysses_degree, self.ring_degree
 
     def prepare(self, ranks: Sequence[int]) -> int:
-        """Reads what the strategy needs beside its configuration, before any exchange.
+        """Reads what the strategy needs beside its configuration, the rates of the machine, before any exchange.
 
         Args:
             ranks: global ranks that share the sequence.
@@ -61,7 +65,11 @@ class SequenceParallelStrategy(ABC):
         Raises:
             ValueError: this rank cannot run.
         """
-        return 0
+        path, local = self.config.calibration, ranks_of_node()
+        self.calibration = default_calibration() if path is None else Calibration.load(path)
+        nodes = [rank // local for rank in ranks]
+        self.ranks_per_node = nodes.count(nodes[0])
+        return digest_int(self.calibration.to_json(), self.ranks_per_node)
 
     @property
     def layout_policy(self) -> str:

@@ -52,6 +52,10 @@ class SequenceParallelConfig:
     """Up to this much K/V of a ring, in MiB, the chunks of other ranks are attended in one call, in place of one call
     for each as it comes; 0: never."""
 
+    exchange_chunks: int | Literal["auto"] = "auto"
+    """Chunks of heads in which q, k, v and the output are exchanged, each under the attention of another; auto: on GPUs
+    as many as shorten the predicted time."""
+
     replan_gain: float = 0.01
     """A plan (or contiguous heads) is kept until a fresh one lowers the imbalance by more than this."""
 
@@ -60,8 +64,8 @@ class SequenceParallelConfig:
     to contiguous heads and blocks at home. None: no limit."""
 
     calibration: str | None = None
-    """auto: JSON file that tools/fit_latency.py measured on this machine; None takes rates of one H200 node, over an
-    assumed network of 50 GB/s for each GPU between nodes."""
+    """JSON file that tools/fit_latency.py measured on this machine, for strategy auto and exchange_chunks auto; None
+    takes rates of one H200 node, over an assumed network of 50 GB/s for each GPU between nodes."""
 
     verify_steps: int = 0
     """Steps from the start in which every attention call, and its gradients, are compared with a single-device
@@ -80,9 +84,15 @@ class SequenceParallelConfig:
             raise ValueError(f"sp.plan_counts must be previous or current, got {self.plan_counts!r}")
         if self.block_size < 1:
             raise ValueError(f"sp.block_size must be >= 1, got {self.block_size}")
-        for key, least in (("kv_prefetch", 1), ("kv_gather_mib", 0), ("verify_steps", 0), ("memory_budget_mib", 1)):
+        for key, least, other in (
+            ("kv_prefetch", 1, ()),
+            ("kv_gather_mib", 0, ()),
+            ("exchange_chunks", 1, ("auto",)),
+            ("verify_steps", 0, ()),
+            ("memory_budget_mib", 1, (None,)),
+        ):
             value = getattr(self, key)
-            if key == "memory_budget_mib" and value is None:
+            if value in other:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"sp.{key} must be an integer >= {least}, got {value!r}")

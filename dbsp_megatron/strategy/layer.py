@@ -71,7 +71,9 @@ class LayerRunner:
     ) -> None:
         self.config, self.strategy, self.groups, self.planning = config, strategy, groups, planning
         self.traffic = Traffic()
-        self._executors = {mesh: MeshExecutor(config, groups.mesh(*mesh), self.traffic) for mesh in strategy.meshes}
+        self._executors = {
+            mesh: MeshExecutor(config, groups.mesh(*mesh), self.traffic, strategy) for mesh in strategy.meshes
+        }
         self._default = self._executors[strategy.ulysses_degree, strategy.ring_degree]
         self._calibrators = MeshCalibrators()
         self._verifier = Verifier(config.verify_steps, self._sp_control_group, speaks=groups.rank == 0)

@@ -81,7 +81,13 @@ def pack(xs: Sequence[Tensor], indices: Sequence[PieceIndex]) -> Tensor:
 
 
 def unpack(
-    flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int], *, fill: bool = False
+    flat: Tensor,
+    indices: Sequence[PieceIndex],
+    batch: int,
+    dims: Sequence[int],
+    *,
+    fill: bool = False,
+    into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Inverse of `pack` for indices that name every row at most once; no gradient.
 
@@ -94,9 +100,11 @@ def unpack(
         batch: batch entries B.
         dims: head dim D of each tensor.
         fill: set the rows that no piece names to 0.
+        into: tensors to write to, in the dtype and on the device of flat, any strides; rows that no piece names are
+            left as they are unless `fill` is set. Default new ones.
 
     Returns:
-        New contiguous tensors [B, n_i, H_i, D_i] in the dtype of flat, n_i and H_i as the indices say.
+        `into`, or new contiguous tensors [B, n_i, H_i, D_i] in the dtype of flat, n_i and H_i as the indices say.
 
     Raises:
         ValueError: flat and indices do not fit one another.
@@ -104,12 +112,19 @@ def unpack(
     Memory: the results. Launch grid: see `triton_kernel`.
     """
     _check_flat(flat, indices, batch, dims)
+    if into is not None:
+        shapes = [(batch, index.num_tokens, index.num_heads, dim) for index, dim in zip(indices, dims, strict=True)]
+        if [tuple(x.shape) for x in into] != shapes or any(
+            (x.dtype, x.device) != (flat.dtype, flat.device) for x in into
+        ):
+            raise ValueError(f"into must be {flat.dtype} {shapes} on {flat.device}, got {_kinds(into)}: make them so")
+        into = [x.detach() for x in into]
     flat = flat.detach()
     if flat.is_cuda and flat.element_size() in _MOVED_SIZES:
         from .triton_kernel import triton_unpack
 
-        return triton_unpack(flat, indices, batch, dims, fill=fill)
-    return naive_unpack(flat, indices, batch, dims, fill=fill)
+        return triton_unpack(flat, indices, batch, dims, fill=fill, into=into)
+    return naive_unpack(flat, indices, batch, dims, fill=fill, into=into)
 
 
 def unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:

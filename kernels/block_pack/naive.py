@@ -26,14 +26,25 @@ def naive_pack(xs: Sequence[Tensor], indices: Sequence[PieceIndex]) -> Tensor:
 
 
 def naive_unpack(
-    flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int], *, fill: bool = False
+    flat: Tensor,
+    indices: Sequence[PieceIndex],
+    batch: int,
+    dims: Sequence[int],
+    *,
+    fill: bool = False,
+    into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Unpack as `unpack` does, on any device.
 
     Memory: the results and one piece.
     """
-    make = flat.new_zeros if fill else flat.new_empty
-    results = [make(_shape(index, batch, dim)) for index, dim in zip(indices, dims, strict=True)]
+    if into is None:
+        results = [flat.new_empty(_shape(index, batch, dim)) for index, dim in zip(indices, dims, strict=True)]
+    else:
+        results = list(into)
+    if fill:
+        for result in results:
+            result.zero_()
     for which, tokens, heads, rows in _rows(flat, indices, batch, dims):
         results[which][:, tokens[:, None], heads[None, :]] = rows
     return results

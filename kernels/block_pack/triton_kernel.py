@@ -180,13 +180,19 @@ def triton_pack(xs: Sequence[Tensor], indices: Sequence[PieceIndex]) -> Tensor:
 
 
 def triton_unpack(
-    flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int], *, fill: bool = False
+    flat: Tensor,
+    indices: Sequence[PieceIndex],
+    batch: int,
+    dims: Sequence[int],
+    *,
+    fill: bool = False,
+    into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Unpack as `unpack` does, on CUDA (or on CPU in Triton's interpreter).
 
     Launch grid and memory: as `triton_pack`.
     """
-    results = _results(flat, indices, batch, dims)
+    results = _results(flat, indices, batch, dims) if into is None else list(into)
     if fill:
         for result in results:
             result.zero_()

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_megatron import BlockMask
-from dbsp_megatron.attention import exchange
-from dbsp_megatron.comm.collectives import PeerSwap, all_to_all_flat
+from dbsp_megatron.comm.collectives import FlatSwap, PeerSwap
 from dbsp_megatron.masks import MaskMethod, TopPMask
 from dbsp_megatron.strategy import verify
 from tests.distributed.sharded import check, make_sp, random_problem, refusal, sharded_gradients
@@ -119,8 +118,8 @@ def test_recomputed_attention_is_verified(reentrant: bool, dynamic: bool) -> Non
     assert not lines[1]
 
 
-def _swapped_pieces(send: Tensor, send_sizes: Any, recv_sizes: Any, group: Any) -> Tensor:
-    return all_to_all_flat(send, send_sizes, recv_sizes, group).roll(8)
+def _swapped_pieces(self: FlatSwap) -> Tensor:
+    return FlatSwap.received(self).roll(8)  # type: ignore[attr-defined,no-any-return]
 
 
 def _lost_chunk(self: PeerSwap) -> Tensor:
@@ -135,7 +134,8 @@ def _broken(rank: int, world_size: int, mesh: tuple[int, int], direction: str, d
     local = [layout.shard(x).requires_grad_() for x in inputs[:3]]
     dout = layout.shard(inputs[3])
     if mesh[0] > 1:
-        fault = patch.object(exchange, "all_to_all_flat", _swapped_pieces)
+        FlatSwap.received = FlatSwap.wait  # type: ignore[attr-defined]
+        fault = patch.object(FlatSwap, "wait", _swapped_pieces)
     else:
         PeerSwap.received = PeerSwap.wait  # type: ignore[attr-defined]
         fault = patch.object(PeerSwap, "wait", _lost_chunk)

@@ -61,6 +61,10 @@ def _check(xs: list[Tensor], indices: list[PieceIndex], *, inverse: bool) -> Non
         for have, want in zip(got, naive_unpack(flat, indices, batch, dims), strict=True):
             assert have.is_contiguous()
             assert torch.equal(have, want)
+        totals = [torch.zeros_like(x) for x in xs]
+        unpack(flat, indices, batch, dims, into=totals)
+        for have, want in zip(totals, got, strict=True):
+            assert torch.equal(have, want)
     if flat.dtype.is_floating_point:
         received = _values(flat.shape, flat.dtype)
         with nan_filled_memory():

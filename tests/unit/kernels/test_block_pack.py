@@ -145,6 +145,33 @@ def test_unpack_inverts_pack(case: Case, dtype: torch.dtype) -> None:
         assert torch.equal(x, back)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.copies], ids=str)
+def test_unpack_into_tensors_writes_the_named_rows_and_no_others(case: Case, layout: str) -> None:
+    xs = _tensors(case, torch.float32, "contiguous")
+    totals = [torch.full_like(x, 7.0) for x in _tensors(case, torch.float32, layout)]
+    # Every head but the first: its rows stay what they are.
+    some = []
+    for which, heads in enumerate(case.heads):
+        tokens, of_pieces = _lists(case, which)
+        some.append(PieceIndex.build(tokens, [x[x > 0] for x in of_pieces], case.tokens, heads))
+    found = unpack(pack(xs, some), some, case.batch, case.dims, into=totals)
+    for x, total, got in zip(xs, totals, found, strict=True):
+        assert got.data_ptr() == total.data_ptr()
+        want = x.clone()
+        want[:, :, :1] = 7.0
+        assert torch.equal(total, want)
+
+
+def test_unpack_refuses_tensors_to_write_to_that_do_not_fit() -> None:
+    index = _indices(CASES[0])[0]
+    flat = torch.ones(sum(piece_sizes([index], 2, [24])))
+    right = torch.empty(2, index.num_tokens, index.num_heads, 24)
+    for into in ([], [right[:1]], [right.double()], [right.transpose(1, 2)]):
+        with pytest.raises(ValueError, match="into must be torch.float32"):
+            unpack(flat, [index], 2, [24], into=into)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_unpack_sum_is_the_adjoint_of_pack(case: Case) -> None:
     """<pack(x), y> = <x, unpack_sum(y)> for every x says that rows, copies and order fit one another."""
@@ -203,6 +230,10 @@ def _run_interpreter(rank: int, world_size: int, cases: list[Case]) -> list[str]
                 want = naive_unpack(flat, indices, case.batch, case.dims)
                 if not all(torch.equal(x, y) for x, y in zip(got, want, strict=True)):
                     faults.append(f"unpack {case} {dtype}")
+                totals = [torch.zeros_like(x) for x in xs]
+                triton_unpack(flat, indices, case.batch, case.dims, into=totals)
+                if not all(torch.equal(x, y) for x, y in zip(totals, want, strict=True)):
+                    faults.append(f"unpack into {case} {layout} {dtype}")
         for dtype in (torch.float16, torch.float32, torch.float64):
             flat = _distinct(torch.empty(sum(piece_sizes(indices, case.batch, case.dims)), dtype=dtype))
             got = triton_unpack_sum(flat, indices, case.batch, case.dims)

@@ -15,7 +15,8 @@ from dbsp_megatron.config.cli import parse_infer, parse_train
 from dbsp_megatron.config.resolve import resolve_mesh, with_degrees
 from dbsp_megatron.plan import block_homes
 from dbsp_megatron.strategy import get_strategy
-from dbsp_megatron.strategy.auto import Auto, default_calibration
+from dbsp_megatron.strategy.auto import Auto
+from dbsp_megatron.strategy.machine import default_calibration
 from dbsp_megatron.strategy.selection import RECHECK_STEPS, MeshSelection
 from tests.reference import FP32_ATOL, attention_reference, expand_blocks, max_error, random_blocks, random_qkv
 from tests.unit.strategy.auto_cases import compute_bound_calibration

@@ -1,0 +1,105 @@
+"""Attention in chunks of heads: the exchange of one chunk runs while another is computed.
+
+Dims: B batch, s tokens at home, n tokens computed here, H/Hkv heads, h/hkv heads of a chunk here, D/Dv head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dbsp_megatron.attention.engines import engine_reading
+from dbsp_megatron.attention.exchange import Exchange, start_to_homes, start_to_owners
+from dbsp_megatron.attention.ring import RingWork, ring_backward, ring_forward
+from dbsp_megatron.attention.work import Side
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class HeadChunk:
+    """Some heads, with all their pieces on all ranks; the chunks of a layer hold every head once."""
+
+    q_side: Side
+    """Traffic of q and of the output."""
+    kv_side: Side
+    """Traffic of k and v."""
+    exchange: Exchange
+    work: RingWork
+
+    @property
+    def sides(self) -> tuple[Side, Side, Side]:
+        """Traffic of q, k and v."""
+        return self.q_side, self.kv_side, self.kv_side
+
+
+class _Ahead:
+    """Begins something for every chunk in turn, one chunk ahead of the one that is asked for."""
+
+    def __init__(self, begin: Callable[[HeadChunk], Callable[[], _T]], chunks: Sequence[HeadChunk]) -> None:
+        self._begin, self._chunks = begin, chunks
+        self._begun: list[Callable[[], Any]] = []
+
+    def take(self, number: int) -> Any:
+        """What came of a chunk; chunks are asked for in order, each once."""
+        while len(self._begun) < min(number + 2, len(self._chunks)):
+            self._begun.append(self._begin(self._chunks[len(self._begun)]))
+        wait = self._begun[number]
+        # What it holds is not needed again.
+        self._begun[number] = _taken
+        return wait()
+
+
+def _taken() -> None:
+    raise RuntimeError("each chunk is taken once")
+
+
+class PipelinedAttention(torch.autograd.Function):
+    """Exchange, attention and the way back of all heads, chunk after chunk.
+
+    As `ToOwners`, `RingAttention` and `ToHomes` one after the other do for all heads at once, with results that differ
+    by nothing: no sum runs over heads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[HeadChunk]) -> Tensor:
+        """Output [B, s, H, Dv] of q [B, s, H, D], k [B, s, Hkv, D] and v [B, s, Hkv, Dv]; collective."""
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        arriving = _Ahead(lambda chunk: start_to_owners((q, k, v), chunk.sides, chunk.exchange), chunks)
+        leaving, kept, works = [], [], []
+        for number, chunk in enumerate(chunks):
+            q_here, k_here, v_here = arriving.take(number)
+            work = replace(chunk.work, engine=engine_reading(chunk.work.engine, q_here, k_here, v_here))
+            part, lse = ring_forward(q_here, k_here, v_here, work)
+            part = part.to(q.dtype)
+            leaving.append(start_to_homes((part,), (chunk.q_side,), (out.shape,), chunk.exchange, into=(out,)))
+            kept += [q_here, k_here, v_here, part, lse]
+            works.append(work)
+        for wait in leaving:
+            wait()
+        ctx.save_for_backward(*kept)
+        ctx.chunks, ctx.works = chunks, works
+        ctx.shapes = (q.shape, k.shape, v.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the adjoint."""
+        kept = ctx.saved_tensors
+        gradients = [dout.new_empty(shape, dtype=kept[i].dtype) for i, shape in enumerate(ctx.shapes)]
+        arriving = _Ahead(lambda chunk: start_to_owners((dout,), (chunk.q_side,), chunk.exchange), ctx.chunks)
+        leaving = []
+        for number, (chunk, work) in enumerate(zip(ctx.chunks, ctx.works, strict=True)):
+            q, k, v, out, lse = kept[5 * number : 5 * number + 5]
+            found = ring_backward(q, k, v, out, arriving.take(number)[0], lse, work)
+            parts = [part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True)]
+            leaving.append(start_to_homes(parts, chunk.sides, ctx.shapes, chunk.exchange, into=gradients))
+        for wait in leaving:
+            wait()
+        return (*gradients, None)
