@@ -78,7 +78,7 @@ class MaskMethod(ABC):
         raise NotImplementedError(f"mask method {self.name} asks for a probe and has no candidates")
 
     def head_orders(
-        self, layer: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
+        self, layer: int, step: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
     ) -> HeadOrders | None:
         """Orders in which heads see the tokens; None if that is the order of the sequence.
 

@@ -37,7 +37,7 @@ class ParoMask(FileMask):
             raise ValueError(f"path={self.path} has orders of axes and no grid: write it with grid=")
 
     def head_orders(
-        self, layer: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
+        self, layer: int, step: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
     ) -> HeadOrders | None:
         """The orders of a layer's heads; None if all heads see the sequence as it is.
 

@@ -1,56 +1,55 @@
-"""Attention between block means, and the choice of its heaviest blocks.
+"""Attention between block means, head after head, and the choice of blocks from it.
 
 Dims: B batch, H/Hkv heads, D head dim, nq query blocks at hand, Nk key blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from dbsp_megatron.masks.summary import BlockSummary
 
-def pooled_scores(q_means: Tensor, k_means: Tensor) -> Tensor:
-    """Scaled products of block means.
-
-    Args:
-        q_means: [B, nq, H, D].
-        k_means: [B, Nk, Hkv, D].
-
-    Returns:
-        [B, H, nq, Nk]; query head h reads key head h // (H / Hkv).
-    """
-    heads, dim = q_means.shape[2:]
-    keys = k_means.repeat_interleave(heads // k_means.shape[2], dim=2)
-    return torch.einsum("bqhd,bkhd->bhqk", q_means, keys).mul(dim**-0.5)
+_SCORES_AT_ONCE = 1 << 26
+"""Scores that are held at a time."""
 
 
-def keep_largest(scores: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row (all, if it has fewer); equal ones go by index. bool, like `scores`."""
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+def rows_from_scores(
+    q_summary: BlockSummary, k_summary: BlockSummary, choose: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """Mask rows chosen from scaled products of block means.
 
-
-def keep_mass(weights: Tensor, top_p: float | Tensor, min_blocks: int) -> Tensor:
-    """The fewest of each row, heaviest first, whose sum reaches a share; equal ones go by index.
+    Products are summed in fp64 and rounded once, so that a score does not depend on which other rows are made with it:
+    matrix products of other shapes add up in another order.
 
     Args:
-        weights: [B, H, nq, Nk], not negative; rows sum to 1.
-        top_p: share to reach, in (0, 1], one for all or as [H, 1, 1]; 1 keeps everything.
-        min_blocks: kept at least.
+        q_summary: query blocks, with means [B, nq, H, D].
+        k_summary: key blocks, with means [B, Nk, Hkv, D]; query head h reads key head h // (H / Hkv).
+        choose: from scores [B, h, nq, Nk] of some heads, in the dtype of the means, and the slice of these heads, to
+            bool of that shape.
 
     Returns:
         bool [B, H, nq, Nk].
+
+    Memory: 2^26 scores in fp64 and what `choose` takes, or those of the heads of one key head.
     """
-    ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
-    keep = before < top_p
-    # Rounded sums may reach 1 before the last block: the whole mass means every block.
-    if isinstance(top_p, Tensor):
-        keep |= top_p >= 1
-    elif top_p >= 1:
-        keep.fill_(True)
-    keep[..., :min_blocks] = True
-    return torch.zeros_like(keep).scatter_(-1, order, keep)
+    q_means, k_means = q_summary.field("means"), k_summary.field("means")
+    batch, num_q, heads, dim = q_means.shape
+    num_k, kv_heads = k_means.shape[1:3]
+    group = heads // kv_heads
+    rows = torch.empty((batch, heads, num_q, num_k), dtype=torch.bool, device=q_means.device)
+    queries = q_means.double().permute(0, 2, 1, 3) * dim**-0.5
+    keys = k_means.double().permute(0, 2, 3, 1)
+    at_once = max(1, _SCORES_AT_ONCE // max(1, batch * group * num_q * num_k))
+    for first in range(0, kv_heads, at_once):
+        last = min(first + at_once, kv_heads)
+        part = slice(first * group, last * group)
+        grouped = queries[:, part].unflatten(1, (last - first, group)).flatten(2, 3)
+        scores = (grouped @ keys[:, first:last]).to(q_means.dtype).unflatten(2, (group, num_q)).flatten(1, 2)
+        rows[:, part] = choose(scores, part)
+    return rows
 
 
 def check_share(key: str, value: object, meaning: str) -> None:

@@ -83,24 +83,24 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: f
     wide = q.dtype if q.element_size() == 8 else torch.float32
     scale = dim**-0.5 if scale is None else scale
     result = q.new_empty((batch, kv_heads, group, rows, 1 + masks * (1 + v.shape[3])), dtype=wide)
-    queries = q.to(wide).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
+    queries = (q.to(wide) * scale).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
     at_once = max(1, _WORKING_ELEMENTS // max(1, batch * group * rows * num_keys * (masks + 1)))
     for first in range(0, kv_heads, at_once):
         part = slice(first, first + at_once)
-        keys, values = (x[:, :, part].permute(0, 2, 1, 3).to(wide) for x in (k, v))
-        scores = (queries[:, part].flatten(2, 3) @ keys.transpose(2, 3) * scale).unflatten(2, (group, rows))
-        peak = scores.amax(-1, keepdim=True) if num_keys else scores.new_full((*scores.shape[:-1], 1), -math.inf)
-        weights = (scores - peak).exp_()
-        sums = [torch.cat([weights.sum(-1, keepdim=True), _weighted(weights, values)], -1)]
-        for mask in allowed:
-            masked = weights * mask
-            sums.append(torch.cat([masked.sum(-1, keepdim=True), _weighted(masked, values)], -1))
+        keys = k[:, :, part].permute(0, 2, 3, 1).to(wide)
+        # Beside a column of ones, the product with the weights is their sum as well.
+        values = torch.nn.functional.pad(v[:, :, part].permute(0, 2, 1, 3).to(wide), (1, 0), value=1.0)
+        weights = (queries[:, part].flatten(2, 3) @ keys).unflatten(2, (group, rows))
+        peak = weights.amax(-1, keepdim=True) if num_keys else weights.new_full((*weights.shape[:-1], 1), -math.inf)
+        weights.sub_(peak).exp_()
+        sums = [_weighted(weights, values)]
+        sums += [_weighted(weights * mask, values) for mask in allowed]
         result[:, part] = torch.cat([peak, *sums], -1)
     return result.flatten(1, 2)
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """[B, h, g, m, s] times [B, h, s, Dv]."""
+    """[B, h, g, m, s] times [B, h, s, 1 + Dv]."""
     return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
 
 

@@ -54,6 +54,9 @@ class ScheduledMask(MaskMethod):
             )
         if not self.inner.ramp_key:
             raise ValueError(f"ramp={self.ramp!r} needs a method with a density, {self.inner.name} has none: remove it")
+        target = getattr(self.inner, self.inner.ramp_key)
+        if not isinstance(target, int | float):
+            raise ValueError(f"ramp={self.ramp!r} needs one {self.inner.ramp_key} for all heads, got {target}")
 
     def method_at(self, layer: int, step: int) -> MaskMethod:
         """The method that makes the rows of a layer in a step."""
@@ -93,10 +96,10 @@ class ScheduledMask(MaskMethod):
         return self.method_at(layer, step).candidates(q, k, layer, step)
 
     def head_orders(
-        self, layer: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
+        self, layer: int, step: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
     ) -> HeadOrders | None:
-        """Those of the method of the layer and step: a dense one's result does not depend on orders."""
-        return self.inner.head_orders(layer, num_heads, num_kv_heads, seqlen, grid)
+        """Those of the method of the layer and step."""
+        return self.method_at(layer, step).head_orders(layer, step, num_heads, num_kv_heads, seqlen, grid)
 
     def describe(self) -> str:
         """Name and settings."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dbsp_megatron.kernels.block_select import select_mass
 from dbsp_megatron.masks.base import MaskMethod
 from dbsp_megatron.masks.kept import Kept
-from dbsp_megatron.masks.pooled import check_count, check_share, keep_mass, pooled_scores
+from dbsp_megatron.masks.pooled import check_count, check_share, rows_from_scores
 from dbsp_megatron.masks.summary import BlockSummary, Needs
 
 
@@ -69,18 +70,21 @@ class SpargeMask(MaskMethod):
     ) -> Tensor:
         """See `MaskMethod.predict`."""
         heads = q_summary.num_heads
-        scores = pooled_scores(q_summary.field("means"), k_summary.field("means"))
         mixed_q = (q_summary.field("similarity") < self.similarity).transpose(1, 2)[..., None]
         mixed_k = (k_summary.field("similarity") < self.similarity).transpose(1, 2)[:, :, None]
         mixed_k = mixed_k.repeat_interleave(heads // k_summary.num_heads, dim=1)
-        # A row of mixed blocks alone is all NaN: no share is reached, but all of it is kept for its own sake.
-        weights = scores.masked_fill(mixed_k, float("-inf")).softmax(-1).nan_to_num(0.0)
-        return keep_mass(weights, self._shares(heads, scores.device), self.min_blocks) | mixed_q | mixed_k
+        shares = self._shares(heads, q_summary.device)
+
+        def choose(scores: Tensor, part: slice) -> Tensor:
+            scores = scores.masked_fill(mixed_k[:, part], float("-inf"))
+            return select_mass(scores, shares if isinstance(shares, float) else shares[part], self.min_blocks)
+
+        return rows_from_scores(q_summary, k_summary, choose).logical_or_(mixed_q).logical_or_(mixed_k)
 
     def _shares(self, heads: int, device: torch.device) -> float | Tensor:
         if not isinstance(self.top_p, tuple):
-            return self.top_p
+            return float(self.top_p)
         if len(self.top_p) != heads:
             raise ValueError(f"top_p has {len(self.top_p)} shares, attention {heads} heads: give one for each")
         shares = self.top_p
-        return self._kept.find_or_make(device, lambda: torch.tensor(shares, device=device).view(-1, 1, 1))
+        return self._kept.find_or_make(device, lambda: torch.tensor(shares, dtype=torch.float32, device=device))

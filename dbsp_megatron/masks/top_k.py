@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dbsp_megatron.kernels.block_select import select_largest
 from dbsp_megatron.masks.base import MaskMethod
-from dbsp_megatron.masks.pooled import check_count, check_share, keep_largest, pooled_scores
+from dbsp_megatron.masks.pooled import check_count, check_share, rows_from_scores
 from dbsp_megatron.masks.summary import BlockSummary
 
 
@@ -49,5 +50,5 @@ class TopKMask(MaskMethod):
         grid: tuple[int, int, int] | None,
     ) -> Tensor:
         """The largest pooled scores of each row; equal ones go by index."""
-        scores = pooled_scores(q_summary.field("means"), k_summary.field("means"))
-        return keep_largest(scores, self.num_kept(k_summary.num_blocks))
+        count = self.num_kept(k_summary.num_blocks)
+        return rows_from_scores(q_summary, k_summary, lambda scores, _: select_largest(scores, count))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dbsp_megatron.kernels.block_select import select_mass
 from dbsp_megatron.masks.base import MaskMethod
-from dbsp_megatron.masks.pooled import check_count, check_share, keep_mass, pooled_scores
+from dbsp_megatron.masks.pooled import check_count, check_share, rows_from_scores
 from dbsp_megatron.masks.summary import BlockSummary
 
 
@@ -43,5 +44,6 @@ class TopPMask(MaskMethod):
         grid: tuple[int, int, int] | None,
     ) -> Tensor:
         """Blocks in descending pooled weight until `top_p` is reached; equal weights go by index."""
-        weights = pooled_scores(q_summary.field("means"), k_summary.field("means")).softmax(-1)
-        return keep_mass(weights, self.top_p, self.min_blocks)
+        return rows_from_scores(
+            q_summary, k_summary, lambda scores, _: select_mass(scores, self.top_p, self.min_blocks)
+        )

@@ -105,7 +105,9 @@ class HeadReorder:
         if not isinstance(call.mask, MaskMethod):
             return None, None
         try:
-            found = call.mask.head_orders(call.layer, call.q.shape[2], call.k.shape[2], call.layout.seqlen, call.grid)
+            found = call.mask.head_orders(
+                call.layer, call.step, call.q.shape[2], call.k.shape[2], call.layout.seqlen, call.grid
+            )
         except Exception as error:  # whatever a user's method raises, the other ranks must hear of it
             return None, f"mask method {call.mask.describe()} raised {type(error).__name__}: {error}"
         return found, None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dbsp_megatron import block_sparse_attention
+from dbsp_megatron import MaskConfig, block_sparse_attention, build_mask_method
 from dbsp_megatron.masks import FileMask, HeadOrders, ParoMask, TokenGrid, write_masks
 from dbsp_megatron.masks.head_order import AXES, axis_orders
 from tests.reference import attention_reference, random_blocks, random_qkv
@@ -63,7 +63,7 @@ def test_attention_in_the_orders_of_the_heads_equals_slow_twin(tmp_path: Path, k
     q, k, v, _ = random_qkv(0, 2, SEQLEN, 6, 8, num_kv_heads=kv_heads)
     for layer, orders in ((0, ORDERS), (1, ORDERS[::-1])):
         mask = method.mask(q, k, layer, 0, GRID, BLOCK)
-        found = method.head_orders(layer, 6, kv_heads, SEQLEN, GRID)
+        found = method.head_orders(layer, 0, 6, kv_heads, SEQLEN, GRID)
         assert found is not None
         assert found.of_head == orders
         out, _ = block_sparse_attention(*(found.reorder(x) for x in (q, k, v)), mask)
@@ -73,15 +73,15 @@ def test_attention_in_the_orders_of_the_heads_equals_slow_twin(tmp_path: Path, k
 
 
 def test_raster_order_everywhere_needs_no_reordering(tmp_path: Path) -> None:
-    assert _file(tmp_path / "a", orders=(0,) * 6).head_orders(0, 6, 6, SEQLEN, GRID) is None
-    assert _file(tmp_path / "b", orders=None).head_orders(0, 6, 6, SEQLEN, GRID) is None
-    assert FileMask(str(tmp_path / "b")).head_orders(0, 6, 6, SEQLEN, GRID) is None
+    assert _file(tmp_path / "a", orders=(0,) * 6).head_orders(0, 0, 6, 6, SEQLEN, GRID) is None
+    assert _file(tmp_path / "b", orders=None).head_orders(0, 0, 6, 6, SEQLEN, GRID) is None
+    assert FileMask(str(tmp_path / "b")).head_orders(0, 0, 6, 6, SEQLEN, GRID) is None
 
 
 def test_order_0_of_a_sequence_in_cubes_is_frame_by_frame(tmp_path: Path) -> None:
     """An order of axes means the same whatever order the model input has."""
     grid = TokenGrid(*GRID, cube=(2, 2, 2))
-    found = _file(tmp_path / "a", grid, (0,) * 6).head_orders(0, 6, 6, SEQLEN, grid)
+    found = _file(tmp_path / "a", grid, (0,) * 6).head_orders(0, 0, 6, 6, SEQLEN, grid)
     assert found is not None
     raster = grid.locate(torch.arange(5, SEQLEN), 5).raster
     assert found.index(found.of_head)[5:, 3].sub(5).tolist() == raster.argsort().tolist()
@@ -90,7 +90,7 @@ def test_order_0_of_a_sequence_in_cubes_is_frame_by_frame(tmp_path: Path) -> Non
 def test_heads_that_share_keys_must_share_an_order(tmp_path: Path) -> None:
     method = _file(tmp_path / "a")
     with pytest.raises(ValueError, match="query heads that share a key head must have one order"):
-        method.head_orders(0, 6, 2, SEQLEN, GRID)
+        method.head_orders(0, 0, 6, 2, SEQLEN, GRID)
     assert HeadOrders(torch.zeros(3, 4), (1, 1, 2, 2), ()).of_kv_heads(2) == (1, 2)
 
 
@@ -99,7 +99,7 @@ def test_orders_need_their_grid(tmp_path: Path) -> None:
         _file(tmp_path / "a", grid=None)
     method = _file(tmp_path / "b")
     with pytest.raises(ValueError, match="needs the token grid"):
-        method.head_orders(0, 6, 6, SEQLEN, None)
+        method.head_orders(0, 0, 6, 6, SEQLEN, None)
     for sizes, words in (
         ((6, SEQLEN, (5, 4, 3)), "token grid"),
         ((4, SEQLEN, GRID), "heads"),
@@ -107,4 +107,17 @@ def test_orders_need_their_grid(tmp_path: Path) -> None:
     ):
         heads, seqlen, grid = sizes
         with pytest.raises(ValueError, match=f"is for {words}"):
-            method.head_orders(0, heads, heads, seqlen, grid)
+            method.head_orders(0, 0, heads, heads, seqlen, grid)
+
+
+def test_dense_layers_need_no_orders(tmp_path: Path) -> None:
+    """Layers that a schedule keeps dense may be missing in the file."""
+    path = tmp_path / "a"
+    masks = {1: random_blocks(0, 1, 6, NUM, NUM)[0]}
+    write_masks(path, masks, seqlen=SEQLEN, block_size=BLOCK, grid=GRID, orders={1: ORDERS})
+    method = build_mask_method(MaskConfig(method="paro", path=str(path), dense_layers=1, dense_steps=2))
+    assert method.head_orders(0, 5, 6, 6, SEQLEN, GRID) is None
+    assert method.head_orders(1, 1, 6, 6, SEQLEN, GRID) is None
+    found = method.head_orders(1, 2, 6, 6, SEQLEN, GRID)
+    assert found is not None
+    assert found.of_head == ORDERS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_megatron import MaskConfig, build_mask_method
-from dbsp_megatron.masks import DenseMask, Needs, ScheduledMask, SparseVideoGenMask, TopKMask, TopPMask
+from dbsp_megatron.masks import DenseMask, Needs, ScheduledMask, SpargeMask, SparseVideoGenMask, TopKMask, TopPMask
 from tests.unit.masks.summaries import of_means
 
 
@@ -66,6 +66,11 @@ def test_ramp_starts_dense_and_never_grows_denser() -> None:
     assert all(bool((a | ~b).all()) for a, b in pairwise(rows))
     assert torch.equal(rows[6], TopPMask(0.3).predict(q, k, 0, 0, None))
     assert torch.equal(rows[6], rows[7])
+
+
+def test_ramp_of_shares_by_head_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs one top_p for all heads, got \(0.5, 0.6\)"):
+        ScheduledMask(SpargeMask((0.5, 0.6)), ramp="linear", ramp_steps=3)
 
 
 def test_ramp_gives_all_layers_of_a_step_one_method_object() -> None:
