@@ -171,6 +171,7 @@ def _problems(rank: int, cases: list[Case]) -> list[str]:
                     plan_counts="current" if case.ring % 2 == 0 else "previous",
                     kv_gather_mib=512 if case.ulysses % 2 else 0,
                     kv_prefetch=1 + case.ulysses % 3,
+                    exchange_chunks=1 + (case.ulysses + case.ring) % 3,
                     block_size=8,
                 )
                 objects[key] = SequenceParallel(config, group=dist.group.WORLD)

@@ -10,7 +10,7 @@ from tests.harness import run_ranks
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["ulysses", "ring", "usp", "dbsp"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "usp", "dbsp", "auto"])
 def test_attention_equals_single_process_on_nccl(strategy: str) -> None:
     """fp32 and fp64 outputs and gradients on as many devices as there are (up to 4)."""
     world_size = min(4, torch.cuda.device_count())

@@ -55,7 +55,9 @@ def test_a_steady_state_layer_never_waits_on_one_device(predicted: bool) -> None
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("options", [{}, {"kv_gather_mib": 0}, {"head_policy": "split"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_gather_mib": 0}, {"head_policy": "split"}, {"exchange_chunks": 3}], ids=str
+)
 @pytest.mark.parametrize("predicted", [True, False], ids=["predicted mask", "given mask"])
 @pytest.mark.parametrize("ring", [False, True], ids=["ulysses", "ring"])
 def test_a_steady_state_layer_never_waits(ring: bool, predicted: bool, options: dict[str, Any]) -> None:
