@@ -67,8 +67,20 @@ class PipelinedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[HeadChunk]) -> Tensor:
-        """Output [B, s, H, Dv] of q [B, s, H, D], k [B, s, Hkv, D] and v [B, s, Hkv, Dv]; collective."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[HeadChunk], backward: bool) -> Tensor:
+        """Run it; collective.
+
+        Args:
+            ctx: of autograd.
+            q: [B, s, H, D].
+            k: [B, s, Hkv, D].
+            v: [B, s, Hkv, Dv].
+            chunks: work of this rank.
+            backward: a backward pass may follow; without one a chunk is forgotten once it is on its way back.
+
+        Returns:
+            [B, s, H, Dv] in q's dtype.
+        """
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         arriving = _Ahead(lambda chunk: start_to_owners((q, k, v), chunk.sides, chunk.exchange), chunks)
         leaving, kept, works = [], [], []
@@ -78,8 +90,9 @@ class PipelinedAttention(torch.autograd.Function):
             part, lse = ring_forward(q_here, k_here, v_here, work)
             part = part.to(q.dtype)
             leaving.append(start_to_homes((part,), (chunk.q_side,), (out.shape,), chunk.exchange, into=(out,)))
-            kept += [q_here, k_here, v_here, part, lse]
-            works.append(work)
+            if backward:
+                kept += [q_here, k_here, v_here, part, lse]
+                works.append(work)
         for wait in leaving:
             wait()
         ctx.save_for_backward(*kept)
@@ -102,4 +115,4 @@ class PipelinedAttention(torch.autograd.Function):
             leaving.append(start_to_homes(parts, chunk.sides, ctx.shapes, chunk.exchange, into=gradients))
         for wait in leaving:
             wait()
-        return (*gradients, None)
+        return (*gradients, None, None)

@@ -135,7 +135,9 @@ class MeshExecutor:
             return cast(
                 Tensor,
                 PipelinedAttention.apply(
-                    call.q, call.k, call.v, [self._chunk(call, plan, mask, heads) for heads in chunks]
+                    *(call.q, call.k, call.v),
+                    [self._chunk(call, plan, mask, heads) for heads in chunks],
+                    call.needs_grad,
                 ),
             )
         whole = self._chunk(call, plan, mask, None)
