@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel_state",),
     ("comm",),
     ("attention",),
-    ("strategy",),
+    ("dsp", "strategy"),
     ("attention.module",),
     ("data", "models"),
     ("arguments", "config"),
@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("infer",),
 )
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
-PURE = ("block_mask", "kernels", "masks", "plan")
+PURE = ("block_mask", "dsp.layout", "dsp.planner", "dsp.stages", "kernels", "masks", "plan")
 
 
 def _sources() -> list[Path]:

@@ -1,0 +1,114 @@
+"""DspSession: what a model computes and the plans for it, kept by the lengths of its grid."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.dsp.layout import Layout
+from dbsp_megatron.dsp.mesh import DspMesh
+from dbsp_megatron.dsp.planner import cheapest_moves, plan_stages
+from dbsp_megatron.dsp.run import DspRun
+from dbsp_megatron.dsp.stages import Stage, StagePlan, SwitchStep
+
+_MAX_PLANS = 64
+
+
+class DspSession:
+    """Plans for a model.
+
+    Stages are declared, or recorded in the first pass, which switches when it has to without knowing what comes.
+
+    Args:
+        mesh: the axes.
+        grid: names of the sequence dims, such as ("T", "S").
+        stages: what a pass computes, in order; None records them.
+        cut: names of the dims that may be cut; all of the grid if None.
+        check_stages: let ranks compare name, layout and dtype at every stage, for debugging.
+    """
+
+    def __init__(
+        self,
+        mesh: DspMesh,
+        grid: Sequence[str],
+        *,
+        stages: Sequence[Stage] | None = None,
+        cut: Sequence[str] | None = None,
+        check_stages: bool = False,
+    ) -> None:
+        self.mesh, self.grid, self.check_stages = mesh, tuple(grid), check_stages
+        self.cut = self.grid if cut is None else tuple(cut)
+        self.stages = None if stages is None else tuple(stages)
+        self._plans: OrderedDict[tuple[int, ...], StagePlan] = OrderedDict()
+        self._moves: dict[tuple[Layout, Layout], tuple[SwitchStep, ...]] = {}
+
+    @property
+    def cut_dims(self) -> list[int]:
+        """Numbers of the grid dims that may be cut."""
+        return [index for index, name in enumerate(self.grid) if name in self.cut]
+
+    @property
+    def last_plan(self) -> StagePlan | None:
+        """The plan that was asked for last; None before the first one."""
+        return next(reversed(self._plans.values()), None)
+
+    def plan(self, lengths: Mapping[str, int]) -> StagePlan | None:
+        """The plan for these whole lengths of the grid; None before stages are known.
+
+        Raises:
+            ValueError: no layout fits, see `plan_stages`.
+        """
+        if self.stages is None:
+            return None
+        key = tuple(lengths[name] for name in self.grid)
+        if key not in self._plans:
+            shape = dict(zip(self.grid, key, strict=True))
+            self._plans[key] = plan_stages(self.stages, shape, self.mesh.links, cut=self.cut)
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key]
+
+    def moves(self, start: Layout, target: Layout) -> tuple[SwitchStep, ...]:
+        """The cheapest switches between two layouts of the grid."""
+        if (start, target) not in self._moves:
+            if len(self._moves) >= _MAX_PLANS**2:
+                self._moves.clear()
+            links = self.mesh.links
+            self._moves[start, target] = cheapest_moves(start, lambda layout: layout == target, links, self.cut_dims)
+        return self._moves[start, target]
+
+    def set_stages(self, stages: Sequence[Stage]) -> None:
+        """Replace what a pass computes; plans are made anew."""
+        self.stages = tuple(stages)
+        self._plans.clear()
+
+    def forget(self) -> None:
+        """Record the stages anew in the next pass."""
+        self.stages = None
+        self._plans.clear()
+
+    def run(self, lengths: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> DspRun:
+        """Begin a pass: `with session.run({"T": 16, "S": 1024}) as run:`. One gather of a few host integers.
+
+        Args:
+            lengths: whole length of every grid dim.
+            sizes: lengths of other dims that share a dim in a pattern, such as B in "(B T) S C"; those of tensors that
+                enter are known without.
+
+        Raises:
+            ValueError: on every rank: lengths or stages do not fit, or ranks differ.
+        """
+        problem, plan = None, None
+        if set(lengths) != set(self.grid):
+            problem = f"dsp: lengths must name the grid {list(self.grid)}, got {dict(lengths)}: name each dim"
+        else:
+            try:
+                plan = self.plan(lengths)
+            except ValueError as error:
+                problem = str(error)
+        whole = digest_int(sorted(lengths.items()), sorted((sizes or {}).items()))
+        planned = 0 if plan is None else plan.digest
+        self.mesh.agree("dsp: begin of a pass", problem, {"lengths": whole, "stages": planned})
+        return DspRun(self, plan, {name: lengths[name] for name in self.grid}, dict(sizes or {}))

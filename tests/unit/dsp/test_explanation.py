@@ -1,0 +1,40 @@
+"""Explanation: what is switched where, bytes, and where it is uneven; stages in one process."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from dbsp_megatron.dsp import Axis, DspMesh, DspSession, Link, Stage, explain, plan_stages
+
+
+def test_explain_names_switches_bytes_and_the_fullest_rank() -> None:
+    stages = [Stage(name=f"{i}.{need}", needs=frozenset(need), stream_bytes=100) for i in range(30) for need in "TS"]
+    plan = plan_stages(stages, {"T": 5, "S": 8}, [Link(axis=Axis("dsp", 4))])
+    file = io.StringIO()
+    text = explain(plan, file)
+    assert file.getvalue() == f"{text}\n"
+    assert text.startswith("Grid T=5 x S=8 on dsp:4: 60 stages, 59 switches, 44.25 KB sent by a rank")
+    assert "Enters with S by dsp:4 cut" in text
+    assert "0.S: stream S -> T over dsp:4, " in text
+    assert "... and 19 more" in text
+    assert "1.60 of an even share, as T by dsp:4 does not divide" in text
+
+
+def test_session_in_one_process_records_plans_and_explains() -> None:
+    session = DspSession(DspMesh(None), ("T", "S"))
+    with pytest.raises(ValueError, match="nothing is planned yet"):
+        explain(session)
+    x = torch.randn(2, 3, 4, 5)
+    for _ in range(2):
+        with session.run({"T": 3, "S": 4}) as run:
+            y = run.stage("a", run.enter(x, "B T S C"), "B T S C", needs={"T", "S"})
+            y = run.branch("b", lambda z: z * 2, y, "B T S C", needs={"S"})
+            assert list(run.positions("T")) == [0, 1, 2]
+            assert torch.equal(run.leave(y, "B T S C"), x * 2)
+    assert "2 stages, 0 switches, 0 B sent" in explain(session, quiet=True)
+    with pytest.raises(ValueError, match="not parallelized"):
+        explain(nn.Linear(1, 1))
