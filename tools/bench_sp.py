@@ -76,6 +76,8 @@ class SpConfig:
     meshes: tuple[Mesh, ...]
     """Empty: all of the ranks."""
     directions: tuple[str, ...]
+    exchange_chunks: int | str = "auto"
+    """Of every strategy of this package; `settings` may say otherwise."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of every strategy of this package."""
     dbsp_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -168,7 +170,8 @@ class SpBench:
                     made = self._yunchang(mesh, problem)
                     found += [] if made is None else [made]
                 continue
-            settings = dict(config.settings) | (dict(config.dbsp_settings) if strategy == "dbsp" else {})
+            settings = {"exchange_chunks": config.exchange_chunks, **config.settings}
+            settings |= config.dbsp_settings if strategy == "dbsp" else {}
             found.append(StrategyEntry(strategy, mesh, problem, block_size, settings))
         return found
 
@@ -256,11 +259,13 @@ class SpBench:
         ]
         facts = entry.facts()
         sent = self.together.gather([float(facts.pop("bytes_sent", 0))])
-        names = ("forward", "backward")[: len(phases)]
+        if isinstance(entry, StrategyEntry):
+            # A chunk of heads is exchanged twice, there and back.
+            facts["num_chunks"] = max(1, len(reports[0].phases.exchange) // 2)
         return {
             **facts,
             "bytes_sent": [int(row[0]) for row in sent],
-            "phases": dict(zip(names, phases, strict=True)),
+            "phases": dict(zip(("forward", "backward"), phases, strict=False)),
             "compute_calls_ms": [list(report.phases.compute) for report in reports],
         }
 
@@ -329,6 +334,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, dict[str, Path | 
     parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)} (all)")
     parser.add_argument("--mesh", nargs="+", default=[], help="Ulysses x Ring, such as 2x1 1x2 (all)")
     parser.add_argument("--direction", nargs="+", default=[FORWARD, BOTH], choices=[FORWARD, BOTH])
+    parser.add_argument("--exchange-chunks", default="auto", help="chunks of heads, of our strategies (auto)")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of SequenceParallelConfig, for all")
     parser.add_argument("--dbsp-set", nargs="+", default=[], metavar="KEY=VALUE", help="the same, for dbsp alone")
     parser.add_argument("--dtype", help=f"of {', '.join(DTYPES)} (bfloat16, on CPU float32)")
@@ -349,6 +355,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, dict[str, Path | 
         strategies=tuple(dict.fromkeys(options.strategy)),
         meshes=tuple(parse_mesh(text) for text in options.mesh),
         directions=tuple(name for name in (FORWARD, BOTH) if name in options.direction),
+        exchange_chunks=int(chunks) if (chunks := options.exchange_chunks).isdigit() else chunks,
         settings=dict(map(_setting, options.set)),
         dbsp_settings=dict(map(_setting, options.dbsp_set)),
         rounds=options.rounds,

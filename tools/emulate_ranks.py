@@ -6,19 +6,20 @@ Usage:
 
 Each rank of the plan that a run would make is given its own mask and tensors, and its calls of the engine are timed one
 after another. Messages take what the link curves say, and overlap with the kernels as they do in the runtime: K/V of
-the next steps under the attention over one before, exchanges in front and behind exposed. No message is sent: every
-figure is emulated, and says so.
+the next steps under the attention over one before, and exchanges of chunks of heads under the attention of another
+chunk (`--exchange-chunks`). Every plan is emulated in one chunk as well: what is unbalanced and what is published have
+one, and are compared with ours as they are, in as many chunks as ours, and with ours in one, so that what balance gains
+and what overlap gains can be told apart. No message is sent: every figure is emulated, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,22 @@ import torch
 if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from dbsp_megatron import BlockMask, __version__
+from dbsp_megatron import __version__
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.environment import collect_environment
 from dbsp_megatron.observability.plot_speedup import plot_speedup
 from dbsp_megatron.parallel_state import factorisations
-from dbsp_megatron.plan.calibration import Calibration, reference_calibration
+from dbsp_megatron.plan import PartitionPlan
+from dbsp_megatron.plan.calibration import Calibration, LinkCurve, reference_calibration
+from dbsp_megatron.plan.rates import SCOPES
+from dbsp_megatron.strategy.pipelining import choose_num_chunks
 from tools.cluster_model import with_network
 from tools.sp_cases import SHAPES, MaskChoice, Mesh, Shape, choices, find_shape
 from tools.sp_emulation import EmulatedLayer, RankEmulator, copy_rate, plan_of
-from tools.sp_report import commit_of, markdown_table
-from tools.sp_timeline import Emulated, Links, Machine, MeasuredLinks, StraightLinks, backward_pass, forward_pass
+from tools.sp_emulation_report import OURS, PAPER, markdown_report, speedups, text_report
+from tools.sp_timeline import ChunkCosts, Links, Machine, MeasuredLinks, StraightLinks, backward_pass, forward_pass
 from tools.structured_masks import KINDS
-from tools.tables import aligned
 
-UNBALANCED, OURS, PAPER = ("ulysses", "ring", "usp"), "dbsp", "paper"
 _PAPER_POLICIES = {"head_policy": "paper", "block_policy": "paper"}
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 EMULATED = (
@@ -73,6 +75,8 @@ class EmulationConfig:
     """No further mask is begun after so many seconds."""
     kv_prefetch: int
     kv_gather_mib: int
+    exchange_chunks: int | None
+    """Chunks of heads of every plan on a mesh with a Ulysses degree; None: as many as the runtime would choose."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -89,10 +93,20 @@ class EmulationConfig:
 
 
 class Emulation:
-    """Runs the masks of a config and keeps what was found."""
+    """Runs the masks of a config and keeps what was found.
 
-    def __init__(self, config: EmulationConfig, links: Links, ranks_per_node: int | None) -> None:
+    Args:
+        config: what is emulated.
+        links: times of messages.
+        calibration: rates by which the number of chunks is chosen.
+        ranks_per_node: consecutive ranks of a node; None: all.
+    """
+
+    def __init__(
+        self, config: EmulationConfig, links: Links, calibration: Calibration, ranks_per_node: int | None
+    ) -> None:
         self.config, self.links, self.ranks_per_node = config, links, ranks_per_node
+        self.calibration = calibration
         self.device = torch.device(config.device)
         self.copy_rate = copy_rate(self.device)
         self.records: list[dict[str, Any]] = []
@@ -124,7 +138,7 @@ class Emulation:
             )
         )
         mask_density = mask.density
-        alone_ms = self._figures(emulator, "none", (1, 1), mask, {})["attention_ms"]
+        alone_ms = self._figures(emulator, "none", (1, 1), {})["attention_ms"]
         for degree in config.sp_degrees:
             for mesh in factorisations(degree):
                 names = {"ulysses": mesh[1] == 1, "ring": mesh[0] == 1, "usp": min(mesh) > 1}
@@ -133,7 +147,7 @@ class Emulation:
                 if config.paper:
                     wanted.append((PAPER, OURS, _PAPER_POLICIES))
                 for label, strategy, settings in wanted:
-                    figures = self._figures(emulator, strategy, mesh, mask, settings)
+                    figures = self._figures(emulator, strategy, mesh, settings, pipelined=label == OURS)
                     self.records.append(
                         {
                             "emulated": True,
@@ -151,17 +165,50 @@ class Emulation:
                     )
 
     def _figures(
-        self, emulator: RankEmulator, strategy: str, mesh: Mesh, mask: BlockMask, settings: Mapping[str, Any]
+        self,
+        emulator: RankEmulator,
+        strategy: str,
+        mesh: Mesh,
+        settings: Mapping[str, Any],
+        *,
+        pipelined: bool = False,
     ) -> dict[str, Any]:
-        plan = plan_of(strategy, mesh, mask, settings)
-        costs = emulator.costs(plan)
+        """Figures of a plan as it is run (`pipelined`: in chunks of heads), and its time in one chunk and in chunks."""
+        plan = plan_of(strategy, mesh, emulator.layer.mask, settings)
+        num_chunks = self._num_chunks(emulator, plan)
+        whole = emulator.costs(plan)
+        chunks = emulator.costs(plan, num_chunks) if num_chunks > 1 else whole
+        in_one, in_chunks = (self._passes(costs, plan) for costs in (whole, chunks))
+        return {
+            **(in_chunks if pipelined else in_one),
+            "rho": plan.imbalance,
+            "rho_gpu": plan.imbalance_gpu,
+            "num_chunks": len(chunks) if pipelined else 1,
+            "one_chunk_ms": in_one["attention_ms"],
+            "chunks": len(chunks),
+            "in_chunks_ms": in_chunks["attention_ms"],
+        }
+
+    def _num_chunks(self, emulator: RankEmulator, plan: PartitionPlan) -> int:
+        """Chunks that were asked for, or that the runtime would choose on GPUs."""
+        if plan.ulysses_degree == 1:
+            return 1
+        if self.config.exchange_chunks is not None:
+            return self.config.exchange_chunks
+        return choose_num_chunks(plan, emulator.call_shape(), self.calibration, self._ranks_per_node(plan))
+
+    def _ranks_per_node(self, plan: PartitionPlan) -> int:
+        return self.ranks_per_node or plan.ulysses_degree * plan.ring_degree
+
+    def _passes(self, costs: Sequence[ChunkCosts], plan: PartitionPlan) -> dict[str, float]:
+        """Times of a plan by what was measured of its chunks."""
         machine = Machine(
             links=self.links,
-            ranks_per_node=self.ranks_per_node or mesh[0] * mesh[1],
+            ranks_per_node=self._ranks_per_node(plan),
             copy_bytes_per_ms=self.copy_rate,
             prefetch=self.config.kv_prefetch,
         )
-        passes: dict[str, Emulated] = {"forward": forward_pass(costs, machine)}
+        passes = {"forward": forward_pass(costs, machine)}
         if self.config.backward:
             passes["backward"] = backward_pass(costs, machine)
         total = sum(found.total for found in passes.values())
@@ -172,8 +219,6 @@ class Emulation:
             "compute_ms": compute,
             "exchange_ms": sum(found.exchange for found in passes.values()),
             "exposed": 1 - compute / total if total else 0.0,
-            "rho": plan.imbalance,
-            "rho_gpu": plan.imbalance_gpu,
         }
 
     def report(self, calibration: str) -> dict[str, Any]:
@@ -195,6 +240,7 @@ class Emulation:
             "direction": "forward+backward" if config.backward else "forward",
             "links": calibration,
             "copy_gb_per_s": self.copy_rate / 1e6,
+            "exchange_chunks": "auto" if config.exchange_chunks is None else config.exchange_chunks,
             "devices": found["devices"] if self.device.type == "cuda" else ["cpu"],
             "git": found["git"],
             "command": found["command"],
@@ -205,99 +251,8 @@ class Emulation:
         }
 
 
-def speedups(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each mask and degree: the best mesh of every strategy, and dbsp over the best that is unbalanced."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for record in records:
-        key = tuple(record[name] for name in ("kind", "density", "seed", "sp_degree"))
-        groups.setdefault(key, []).append(record)
-    lines = []
-    for (kind, density, seed, degree), found in groups.items():
-        best: dict[str, Mapping[str, Any]] = {}
-        for record in found:
-            known = best.get(record["strategy"])
-            if known is None or record["attention_ms"] < known["attention_ms"]:
-                best[record["strategy"]] = record
-        plain = min((best[name] for name in UNBALANCED if name in best), key=lambda row: row["attention_ms"])
-        ours = best[OURS]
-        lines.append(
-            {
-                "emulated": True, "kind": kind, "density": density, "seed": seed, "sp_degree": degree,
-                "speedup": plain["attention_ms"] / ours["attention_ms"],
-                "over_paper": best[PAPER]["attention_ms"] / ours["attention_ms"] if PAPER in best else None,
-                "best_unbalanced": plain["strategy"],
-                "efficiency": ours["efficiency"],
-                "best": {
-                    name: {key: row[key] for key in ("mesh", "attention_ms", "rho", "rho_gpu", "exposed")}
-                    for name, row in best.items()
-                },
-            }
-        )  # fmt: skip
-    return lines
-
-
-def _table(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    names = [*UNBALANCED, PAPER, OURS]
-    names = [name for name in names if any(name in line["best"] for line in report["speedups"])]
-    table: list[tuple[str, ...]] = [
-        ("GPUs", "mask", "density", *(f"{name} ms (mesh)" for name in names), "rho best unbal.", "rho dbsp", "exposed",
-         "efficiency", "x paper", "x best unbalanced")
-    ]  # fmt: skip
-    for line in sorted(report["speedups"], key=lambda line: line["sp_degree"]):
-        best = line["best"]
-        cells = [f"{best[name]['attention_ms']:.3f} ({best[name]['mesh']})" if name in best else "-" for name in names]
-        plain, ours = best[line["best_unbalanced"]], best[OURS]
-        table.append(
-            (
-                str(line["sp_degree"]), line["kind"], f"{line['density']:g}", *cells, f"{plain['rho']:.3f}",
-                f"{ours['rho']:.3f}", f"{ours['exposed']:.1%}", f"{line['efficiency']:.1%}",
-                "-" if line["over_paper"] is None else f"{line['over_paper']:.3f}", f"{line['speedup']:.3f}",
-            )
-        )  # fmt: skip
-    return table
-
-
-def _summary(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [("GPUs", "masks", "least", "mean", "largest", "mean efficiency")]
-    for degree in sorted({line["sp_degree"] for line in report["speedups"]}):
-        lines = [line for line in report["speedups"] if line["sp_degree"] == degree]
-        values = [line["speedup"] for line in lines]
-        table.append(
-            (
-                str(degree), str(len(values)), f"{min(values):.3f}", f"{statistics.fmean(values):.3f}",
-                f"{max(values):.3f}", f"{statistics.fmean(line['efficiency'] for line in lines):.1%}",
-            )
-        )  # fmt: skip
-    return table
-
-
-def _headline(report: Mapping[str, Any]) -> str:
-    return (
-        f"Emulated attention, {report['direction']}: {report['shape']}, {report['seqlen']} tokens, {report['heads']} "
-        f"heads of {report['head_dim']}, blocks of {report['block_size']}, {report['dtype']}; kernels on "
-        f"{report['devices'][0]}; links: {report['links']}; commit {commit_of(report)}"
-    )
-
-
-def text_report(report: Mapping[str, Any]) -> str:
-    """Tables for a terminal, the summary last."""
-    summary = f"Emulated speed-up of dbsp over the best of Ulysses, Ring and USP\n{aligned(_summary(report))}"
-    return "\n\n".join([_headline(report), report["what"], aligned(_table(report), 2), *report["skipped"], summary])
-
-
-def markdown_report(report: Mapping[str, Any]) -> str:
-    """The same as a Markdown file."""
-    lines = ["# Emulated sequence-parallel attention", "", _headline(report), "", f"**{report['what']}.**", ""]
-    lines += ["## Speed-up of dbsp over the best of Ulysses, Ring and USP", "", *markdown_table(_summary(report)), ""]
-    lines += ["## Every mask", "", *markdown_table(_table(report)), ""]
-    if report["skipped"]:
-        lines += ["## Left out", "", *(f"- {text}" for text in report["skipped"]), ""]
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return "\n".join([*lines, f"Versions: {versions}.", "", f"Command: `{report['command']}`", ""])
-
-
-def _links(options: argparse.Namespace) -> tuple[Links, str]:
-    """Link times of a command line, and where they come from in words.
+def _links(options: argparse.Namespace) -> tuple[Links, Calibration, str]:
+    """Link times of a command line, the rates that go with them, and where they come from in words.
 
     Raises:
         ValueError: half of a straight line is given, or it and a calibration.
@@ -312,14 +267,35 @@ def _links(options: argparse.Namespace) -> tuple[Links, str]:
             raise ValueError(
                 f"--link-gbs must be above 0 and --link-us at least 0, got {options.link_gbs} and {options.link_us}"
             )
-        return StraightLinks(options.link_gbs, options.link_us), f"{options.link_gbs:g} GB/s, {options.link_us:g} us"
+        links = StraightLinks(options.link_gbs, options.link_us)
+        curves = tuple(_curve(links, collective, scope) for collective in ("all_to_all", "p2p") for scope in SCOPES)
+        origin = f"{options.link_gbs:g} GB/s, {options.link_us:g} us"
+        return links, replace(reference_calibration(), links=curves), origin
     calibration = reference_calibration() if options.calibration is None else Calibration.load(options.calibration)
     calibration, added = with_network(calibration, options.network_gbs, options.network_latency_us)
-    return MeasuredLinks(calibration), "; ".join([calibration.machine, *added])
+    return MeasuredLinks(calibration), calibration, "; ".join([calibration.machine, *added])
 
 
-def parse_flags(argv: Sequence[str] | None) -> tuple[EmulationConfig, Links, str, argparse.Namespace]:
-    """Command line -> what to emulate, links and their origin, and what else was said.
+def _curve(links: StraightLinks, collective: str, scope: str) -> LinkCurve:
+    sizes = (1, 10**9)
+    times = tuple(1e3 * links.swap(size, 2, network=False) for size in sizes)
+    return LinkCurve(collective=collective, num_ranks=2, scope=scope, num_bytes=sizes, time_us=times)
+
+
+def _chunks(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(
+            f"--exchange-chunks must be auto or at least 1, got {text!r}: auto chooses as the runtime does"
+        )
+    return int(text)
+
+
+def parse_flags(
+    argv: Sequence[str] | None,
+) -> tuple[EmulationConfig, tuple[Links, Calibration, str], argparse.Namespace]:
+    """Command line -> what to emulate; links, rates and their origin; and what else was said.
 
     Raises:
         ValueError: a value cannot be emulated.
@@ -346,6 +322,9 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[EmulationConfig, Links, str
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no mask after so many seconds")
     parser.add_argument("--kv-prefetch", type=int, default=2)
     parser.add_argument("--kv-gather-mib", type=int, default=512)
+    parser.add_argument(
+        "--exchange-chunks", default="auto", help="chunks of heads of every plan: auto (as the runtime chooses), or 1.."
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--output", type=Path, default=Path("emulated"), help="folder (%(default)s)")
     parser.add_argument("--no-plots", action="store_true")
@@ -368,15 +347,16 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[EmulationConfig, Links, str
         budget_s=options.budget_s,
         kv_prefetch=options.kv_prefetch,
         kv_gather_mib=options.kv_gather_mib,
+        exchange_chunks=_chunks(options.exchange_chunks),
     )
-    return config, *_links(options), options
+    return config, _links(options), options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for flags that cannot be, 1 if nothing was emulated."""
     try:
-        config, links, origin, options = parse_flags(argv)
-        emulation = Emulation(config, links, options.ranks_per_node)
+        config, (links, calibration, origin), options = parse_flags(argv)
+        emulation = Emulation(config, links, calibration, options.ranks_per_node)
         emulation.run()
     except (ValueError, OSError) as error:
         print(f"emulate_ranks: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from dbsp_megatron import BlockMask, SequenceParallelConfig
 from dbsp_megatron.attention.engines import AttentionClass, BlockPattern, Engine, choose_engine
 from dbsp_megatron.attention.ring import RingSchedule
 from dbsp_megatron.attention.ring_schedule import ring_schedule
-from dbsp_megatron.attention.work import Geometry, WorkIndex
+from dbsp_megatron.attention.work import Geometry, Side, WorkIndex
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype
-from dbsp_megatron.plan import AttentionShape, PartitionPlan, plan_or_stay
+from dbsp_megatron.plan import PartitionPlan, plan_or_stay
+from dbsp_megatron.plan.head_chunks import head_chunks
 from dbsp_megatron.plan.rates import FloatArray
-from dbsp_megatron.plan.traffic import plan_traffic
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.calibration import LayoutCalibrator
 from dbsp_megatron.strategy.call import CallShape
@@ -29,7 +29,7 @@ from dbsp_megatron.strategy.counts import counts_of_mask
 from dbsp_megatron.strategy.fallback import joins_chunks
 from dbsp_megatron.strategy.layout import TokenLayout
 from tools.sp_cases import Mesh
-from tools.sp_timeline import RingCosts
+from tools.sp_timeline import ChunkCosts
 
 _BUSY_BYTES = 2**28
 _BUSY_CALLS = 3
@@ -83,8 +83,45 @@ def plan_of(strategy: str, mesh: Mesh, mask: BlockMask, settings: Mapping[str, A
     return laid_out(None)[1]
 
 
+@dataclass
+class _Table:
+    """Costs of a chunk, filled rank by rank."""
+
+    ulysses: int
+    ring: int
+    calls: tuple[tuple[int, ...], ...] = ()
+    times: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    moves: bool = False
+
+    def __post_init__(self) -> None:
+        size, ranks = self.ulysses * self.ring, (self.ulysses, self.ring)
+        self.send = np.zeros((*ranks, self.ring), dtype=np.int64)
+        self.there, self.back = (np.zeros((size, size), dtype=np.int64) for _ in range(2))
+        self.home, self.owner = (np.zeros((*ranks, count), dtype=np.int64) for count in (3, 2))
+
+    def costs(self, row_bytes: int, *, backward: bool) -> ChunkCosts:
+        """Of (head, token) rows with so many bytes each."""
+        shape = (self.ulysses, self.ring, 2, len(self.calls))
+        by_rank = np.zeros(shape)
+        for place, times in self.times.items():
+            by_rank[place] = times
+        for table in (self.there, self.back):
+            np.fill_diagonal(table, 0)
+        return ChunkCosts(
+            calls=self.calls,
+            forward=by_rank[:, :, 0],
+            backward=by_rank[:, :, 1] if backward else None,
+            send_bytes=self.send * 2 * row_bytes,
+            there=self.there * row_bytes,
+            back=self.back * row_bytes,
+            moves=self.moves,
+            home_bytes=self.home * row_bytes,
+            owner_bytes=self.owner * row_bytes,
+        )
+
+
 class RankEmulator:
-    """Measures plans of one mask; a plan that was measured before is not measured again.
+    """Measures plans of one mask; a plan that was measured in the same chunks before is not measured again.
 
     Args:
         layer: mask, shapes and device.
@@ -93,7 +130,7 @@ class RankEmulator:
     def __init__(self, layer: EmulatedLayer) -> None:
         self.layer = layer
         self._blocks = layer.mask.blocks.to(layer.device)
-        self._known: dict[str, RingCosts] = {}
+        self._known: dict[tuple[str, int], list[ChunkCosts]] = {}
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
         cuda = layer.device.type == "cuda"
         self._busy = torch.empty(_BUSY_BYTES, dtype=torch.uint8, device=layer.device) if cuda else None
@@ -102,21 +139,14 @@ class RankEmulator:
             layer.mask.seqlen_q - layer.mask.block_size_q * np.arange(layer.mask.num_q_blocks),
         )
 
-    def costs(self, plan: PartitionPlan) -> RingCosts:
-        """Kernels and bytes of a plan on all its ranks."""
-        if plan.digest not in self._known:
-            self._known[plan.digest] = self._measure(plan)
-        return self._known[plan.digest]
-
-    def _measure(self, plan: PartitionPlan) -> RingCosts:
-        ulysses, ring = plan.ulysses_degree, plan.ring_degree
-        layer, size = self.layer, torch.empty(0, dtype=self.layer.dtype).element_size()
-        token_bytes = 2 * layer.head_dim * size
-        call = CallShape(
+    def call_shape(self) -> CallShape:
+        """The call that the runtime would see."""
+        layer = self.layer
+        return CallShape(
             batch=1,
             seqlen=layer.mask.seqlen_q,
-            num_heads=plan.num_heads,
-            num_kv_heads=plan.num_heads,
+            num_heads=layer.mask.num_heads,
+            num_kv_heads=layer.mask.num_heads,
             head_dim=layer.head_dim,
             head_dim_v=layer.head_dim,
             dtype=layer.dtype,
@@ -125,54 +155,69 @@ class RankEmulator:
             backward=layer.backward,
             whole_chunks=False,
         )
-        join = joins_chunks(plan, call, layer.kv_gather_mib)
+
+    def costs(self, plan: PartitionPlan, num_chunks: int = 1) -> list[ChunkCosts]:
+        """Kernels and bytes of a plan on all its ranks, for each chunk of heads (at most `num_chunks`)."""
+        key = plan.digest, num_chunks
+        if key not in self._known:
+            join = joins_chunks(plan, self.call_shape(), self.layer.kv_gather_mib)
+            chunks: list[np.ndarray | None] = [None]
+            if num_chunks > 1:
+                chunks = [*head_chunks(plan, plan.num_heads, num_chunks)]
+            self._known[key] = [self._measure(plan, join, chosen) for chosen in chunks]
+        return self._known[key]
+
+    def _measure(self, plan: PartitionPlan, join: bool, chosen: np.ndarray | None) -> ChunkCosts:
+        """Costs of some heads, or of all."""
+        ulysses, ring = plan.ulysses_degree, plan.ring_degree
+        row_bytes = self.layer.head_dim * torch.empty(0, dtype=self.layer.dtype).element_size()
+        table = _Table(ulysses, ring)
         needed: dict[int, np.ndarray] = {}
-        calls: tuple[tuple[int, ...], ...] = ()
-        times: list[np.ndarray] = []
-        send = np.zeros((ulysses, ring, ring), dtype=np.int64)
-        moves = False
-        owner_bytes = np.zeros((ulysses, ring, 2), dtype=np.int64)
-        for rank in range(ulysses * ring):
-            u, r = rank % ulysses, rank // ulysses
-            index, schedule = self._schedule(plan, rank, join, needed)
-            moves = moves or index.moves
-            num_q = int(self._tokens[index.q_blocks.cpu().numpy()].sum())
-            num_heads = int(index.q_side.heads.numel())
-            route = schedule.route
-            send[u, r] = np.array(route.send_counts) * num_heads * token_bytes
-            rows = num_q * num_heads if index.q_rows is None else self._covered_tokens(index)
-            owner_bytes[u, r] = (rows + 2 * route.num_tokens * num_heads, rows)
-            calls = tuple(tuple(sorted(call.steps)) for call in schedule.calls)
-            times.append(self._time_rank(schedule, num_q, num_heads, index, r))
-        by_rank = np.stack(times).reshape(ring, ulysses, 2, len(calls)).transpose(1, 0, 2, 3)
-        shape = AttentionShape(
-            head_dim=layer.head_dim,
-            block_size_q=layer.mask.block_size_q,
-            block_size_k=layer.mask.block_size_k,
-            dtype_bytes=size,
-        )
-        traffic = plan_traffic(plan, shape)
+        num_heads = plan.num_heads if chosen is None else len(chosen)
         home = np.bincount(plan.q_block_home, weights=self._tokens, minlength=ulysses * ring).astype(np.int64)
-        home_rows = home.reshape(ring, ulysses).T[..., None] * plan.num_heads * np.array([3, 1])
-        return RingCosts(
-            calls=calls,
-            forward=by_rank[:, :, 0],
-            backward=by_rank[:, :, 1] if layer.backward else None,
-            send_bytes=send,
-            there=traffic.forward_bytes,
-            back=traffic.return_bytes,
-            moves=moves,
-            home_bytes=home_rows * layer.head_dim * size,
-            owner_bytes=owner_bytes * layer.head_dim * size,
-        )
+        for rank in range(ulysses * ring):
+            u, r = place = rank % ulysses, rank // ulysses
+            index, schedule = self._schedule(plan, rank, join, needed, chosen)
+            table.moves = table.moves or index.moves
+            num_q = int(self._tokens[index.q_blocks.cpu().numpy()].sum())
+            here, route = int(index.q_side.heads.numel()), schedule.route
+            table.send[u, r] = np.array(route.send_counts) * here
+            rows = num_q * here if index.q_rows is None else self._covered_tokens(index)
+            table.owner[u, r] = (rows + 2 * route.num_tokens * here, rows)
+            q_rows, kv_rows = (self._sent(plan, side, rank) for side in (index.q_side, index.kv_side))
+            table.there[rank, index.peers] = q_rows + 2 * kv_rows
+            table.back[index.peers, rank] = q_rows
+            sent, whole = int((q_rows + 2 * kv_rows).sum()), 3 * home[rank] * plan.num_heads
+            adding = sent
+            if chosen is not None and not index.kv_side.once:
+                # Whole tensors are set, 0 where the chunk has no head; its heads are then copied out and in.
+                adding = (sent + whole) // 2 + 6 * home[rank] * num_heads
+            table.home[u, r] = (sent, home[rank] * num_heads, adding)
+            table.calls = tuple(tuple(sorted(call.steps)) for call in schedule.calls)
+            table.times[place] = self._time_rank(schedule, num_q, here, index, r)
+        return table.costs(row_bytes, backward=self.layer.backward)
+
+    def _sent(self, plan: PartitionPlan, side: Side, rank: int) -> np.ndarray:
+        """(Head, token) rows of q or k that go to each peer from a rank that is home to them, int64 [peers]."""
+        local = self._tokens[plan.q_block_home == rank]
+        pieces = [
+            int(local[tokens.cpu().numpy()].sum()) * heads.numel()
+            for tokens, heads in zip(side.send.tokens, side.send.heads, strict=True)
+        ]
+        return np.array([sum(part) for part in _split(pieces, side.send.per_peer)], dtype=np.int64)
 
     def _schedule(
-        self, plan: PartitionPlan, rank: int, join: bool, needed: dict[int, np.ndarray]
+        self,
+        plan: PartitionPlan,
+        rank: int,
+        join: bool,
+        needed: dict[int, np.ndarray],
+        chosen: np.ndarray | None,
     ) -> tuple[WorkIndex, RingSchedule]:
         """What the runtime makes of a plan on one rank; blocks stand for tokens: the exchange alone needs those."""
         layer, mask = self.layer, self.layer.mask
         geometry = Geometry(rank, mask.num_q_blocks, plan.num_heads, plan.num_heads, 1, 1, plan.q_block_home)
-        index = WorkIndex(plan, geometry)
+        index = WorkIndex(plan, geometry, chosen)
         index.kv_block_tokens = self._tokens
         u, r = rank % plan.ulysses_degree, rank // plan.ulysses_degree
         if plan.ring_degree > 1 and u not in needed:
@@ -277,6 +322,12 @@ class RankEmulator:
             event.record()
         events[-1].synchronize()
         return [float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)]
+
+
+def _split(values: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of so many values each."""
+    ends = list(itertools.accumulate(counts))
+    return [values[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def _forward(

@@ -1,8 +1,9 @@
-"""Where the time of one attention call goes on a rank: exchange, compute, waiting, and the rest.
+"""Where the time of one attention call goes on a rank: packing, exchange, compute, waiting, and the rest.
 
 The call is watched from outside, at the borders that every runtime has: collectives of `torch.distributed`, and the
-methods of an attention engine. On CUDA marks are events on the stream that computes, so that a mark after a collective
-is reached when that stream has waited for it.
+methods of an attention engine; and at the packing of this package. On CUDA marks are events on the stream that
+computes, so that a mark after a collective is reached when that stream has waited for it. Of a collective that runs
+beside that stream only the waiting for it counts: what kernels hide takes no time of the call.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsp_megatron.attention import chunks, exchange
 from dbsp_megatron.attention.engines import ENGINES, engine_named
 from tools.device_timing import Stopwatch
 from tools.sp_rounds import Together
 
-EXCHANGE, COMPUTE, WAIT = "exchange", "compute", "wait"
+PACK, EXCHANGE, COMPUTE, WAIT = "pack", "exchange", "compute", "wait"
 _REPEATS = 3
+_PACKING = ((exchange, "pack"), (exchange, "unpack"), (exchange, "unpack_sum"), (chunks, "pack"))
+"""Where the runtime copies rows into buffers of messages and out of them."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,16 @@ class Phases:
     """From the first launch to the end."""
     compute: tuple[float, ...]
     """Each call of the engine."""
+    pack: float
+    """Packing and unpacking."""
     exchange: tuple[float, ...]
-    """Each all-to-all, in order; with the time in which others were not ready."""
+    """Waiting for each all-to-all, in the order in which they are waited for; with the time in which others were not
+    ready. All of it where nothing runs beside it."""
     wait: float
-    """Between the first and the last call of the engine: K/V (and gradients) not there yet, and joining them."""
+    """Between the first and the last call of the engine, but for packing and all-to-alls: K/V (and gradients) not there
+    yet, and joining them."""
     rest: float
-    """Packing and unpacking, before and after."""
+    """What else there is before the first call of the engine and after the last."""
 
     @property
     def computing(self) -> float:
@@ -95,7 +103,7 @@ class Watch:
         """What the marks say; waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        took: dict[str, list[float]] = {EXCHANGE: [], COMPUTE: [], WAIT: []}
+        took: dict[str, list[float]] = {PACK: [], EXCHANGE: [], COMPUTE: [], WAIT: []}
         computes = [i for i, span in enumerate(self.spans) if span.kind == COMPUTE]
         first, last = (computes[0], computes[-1]) if computes else (0, -1)
         between, before = 0.0, begin
@@ -106,8 +114,9 @@ class Watch:
             before = span.end
         total = self._ms(begin, end)
         wait = sum(took[WAIT]) + between
-        rest = total - wait - sum(took[EXCHANGE]) - sum(took[COMPUTE])
-        return Phases(total, tuple(took[COMPUTE]), tuple(took[EXCHANGE]), wait, rest)
+        pack = sum(took[PACK])
+        rest = total - wait - pack - sum(took[EXCHANGE]) - sum(took[COMPUTE])
+        return Phases(total, tuple(took[COMPUTE]), pack, tuple(took[EXCHANGE]), wait, rest)
 
     def _ms(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) if self.device.type == "cuda" else (end - begin) * 1e3
@@ -116,11 +125,11 @@ class Watch:
 class _WatchedWork:
     """A message under way, whose waiting is marked."""
 
-    def __init__(self, work: Any, watch: Watch) -> None:
-        self._work, self._watch = work, watch
+    def __init__(self, work: Any, watch: Watch, kind: str) -> None:
+        self._work, self._watch, self._kind = work, watch, kind
 
     def wait(self, *args: Any) -> Any:
-        with self._watch.span(WAIT):
+        with self._watch.span(self._kind):
             return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:
@@ -134,9 +143,11 @@ def watching(device: torch.device) -> Iterator[Watch]:
     with ExitStack() as undo:
         _replace(undo, dist, "all_to_all_single", lambda original: _all_to_all(original, watch))
         _replace(undo, dist, "batch_isend_irecv", lambda original: _messages(original, watch))
+        for module, name in _PACKING:
+            _replace(undo, module, name, lambda original: _spanning(original, watch, PACK))
         for engine in (engine_named(name) for name in ENGINES if name != "auto"):
             for method in ("forward", "backward"):
-                _replace(undo, engine, method, lambda original: _computing(original, watch))
+                _replace(undo, engine, method, lambda original: _spanning(original, watch, COMPUTE))
         yield watch
 
 
@@ -147,9 +158,9 @@ def _replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any])
     undo.callback(setattr, owner, name, original) if own else undo.callback(delattr, owner, name)
 
 
-def _computing(original: Any, watch: Watch) -> Any:
+def _spanning(original: Any, watch: Watch, kind: str) -> Any:
     def call(*args: Any, **options: Any) -> Any:
-        with watch.span(COMPUTE):
+        with watch.span(kind):
             return original(*args, **options)
 
     return call
@@ -167,6 +178,8 @@ def _all_to_all(original: Any, watch: Watch) -> Any:
 
         if output.dim() == source.dim() == 1:
             watch.exchanges.append(again)
+        if options.get("async_op"):
+            return _WatchedWork(original(output, source, *sizes, **options), watch, EXCHANGE)
         with watch.span(EXCHANGE):
             return original(output, source, *sizes, **options)
 
@@ -186,7 +199,7 @@ def _messages(original: Any, watch: Watch) -> Any:
                 work.wait()
 
         watch.messages.append(again)
-        return [_WatchedWork(work, watch) for work in original(ops)]
+        return [_WatchedWork(work, watch, WAIT) for work in original(ops)]
 
     return call
 
@@ -202,15 +215,15 @@ class PhaseReport:
     """The same of the messages between two ranks."""
 
     def as_numbers(self) -> list[float]:
-        """Numbers of equal count on all ranks: total, compute, exchange, wait, rest, and what ran alone."""
+        """Numbers of equal count on all ranks: `NUMBERS`."""
         phases = self.phases
         return [
-            *(phases.total, phases.computing, sum(phases.exchange), phases.wait, phases.rest),
+            *(phases.total, phases.computing, phases.pack, sum(phases.exchange), phases.wait, phases.rest),
             *(self.exchange_alone, self.messages_alone),
         ]
 
 
-NUMBERS = ("total", "compute", "exchange", "wait", "rest", "exchange_alone", "messages_alone")
+NUMBERS = ("total", "compute", "pack", "exchange", "wait", "rest", "exchange_alone", "messages_alone")
 """What `PhaseReport.as_numbers` gives."""
 
 

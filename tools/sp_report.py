@@ -101,7 +101,7 @@ def _headline(report: Mapping[str, Any]) -> str:
     devices = ", ".join(dict.fromkeys(report["devices"]))
     return (
         f"{report['num_ranks']} x {devices}; {config['dtype']}; {config['rounds']} rounds of {config['budget_ms']:g} "
-        f"ms each; commit {commit_of(report)}"
+        f"ms each; exchange chunks {config['exchange_chunks']}; commit {commit_of(report)}"
     )
 
 
@@ -118,8 +118,8 @@ _HEAD = ("shape", "blocks", "mask", "direction", "strategy", "mesh")
 
 def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [
-        (*_HEAD, "ms", "ideal ms", "efficiency", "rho", "rho gpu", "exposed", "overlap", "sent MiB", "added MiB",
-         "host ms")
+        (*_HEAD, "ms", "ideal ms", "efficiency", "rho", "rho gpu", "chunks", "exposed", "overlap", "sent MiB",
+         "added MiB", "host ms")
     ]  # fmt: skip
     for record in report["records"]:
         sent, added = (
@@ -134,6 +134,7 @@ def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 _cell(record["efficiency"], ".1%"),
                 _cell(record.get("rho_after"), ".3f"),
                 _cell(record.get("rho_gpu"), ".3f"),
+                str(record.get("num_chunks", "-")),
                 _cell(record["exposed"], ".1%"),
                 _cell(record["overlap"], ".1%"),
                 _cell(sent, ".1f"),
@@ -156,8 +157,8 @@ def _gains(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _phases(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    names = ("compute", "exchange", "wait", "rest", "total", "exchange_alone", "messages_alone")
-    table: list[tuple[str, ...]] = [(*_HEAD, "pass", *names[:5], "exchange alone", "messages alone", "calls")]
+    names = ("compute", "pack", "exchange", "wait", "rest", "total", "exchange_alone", "messages_alone")
+    table: list[tuple[str, ...]] = [(*_HEAD, "pass", *names[:6], "exchange alone", "messages alone", "calls")]
     for record in report["records"]:
         for number, (part, found) in enumerate(record.get("phases", {}).items()):
             cells = (" ".join(f"{value:.3f}" for value in found[name]) for name in names)

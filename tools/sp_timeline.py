@@ -1,12 +1,16 @@
 """Time of a sequence-parallel attention from measured kernels and link curves, with the overlap that the runtime has.
 
-All ranks run one program: swaps are posted, awaited, and calls are computed in between. A message starts when both its
-ends have posted it and their messages before it are done; it ends by its curve. Arrays hold one entry for each rank,
-[U, R], milliseconds and bytes.
+All ranks run one program: messages are posted, awaited, and calls are computed in between. A swap starts when both its
+ends have posted it and their swaps before it are done, an all-to-all when all ranks of its group have posted it and
+their all-to-alls before it are done; both end by their curves. An all-to-all and a swap that are under way at the same
+time do not slow one another, and messages take no multiprocessor from the kernels beside them. Copies (packing,
+unpacking, joining) take the time of the device that computes. Arrays hold one entry for each rank, [U, R], milliseconds
+and bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,11 +68,11 @@ class StraightLinks:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RingCosts:
-    """What one plan costs on its ranks."""
+class ChunkCosts:
+    """What the heads of a plan that are exchanged together cost on its ranks."""
 
     calls: tuple[tuple[int, ...], ...]
-    """Ring steps of each call of the engine; the first is that of the own chunk."""
+    """Ring steps of each call of the engine; the first is that of the own chunk of K/V."""
     forward: FloatArray
     """[U, R, calls]."""
     backward: FloatArray | None
@@ -82,9 +86,9 @@ class RingCosts:
     moves: bool
     """Blocks leave the ring rank of their home, so that all ranks exchange."""
     home_bytes: IntArray
-    """[U, R, 2], q, k, v and the output of a rank at home."""
+    """[U, R, 3], copied at home: q, k, v; the output; the gradients of q, k, v, with what adding copies takes."""
     owner_bytes: IntArray
-    """[U, R, 2], the same where they are computed."""
+    """[U, R, 2], q, k, v and the output where they are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,7 @@ class Emulated:
     compute: float
     """Kernels of the rank with most of them."""
     exchange: float
-    """All-to-alls, both ways, packing included."""
+    """All-to-alls of all chunks, both ways, packing included, each as long as it takes alone: hidden or not."""
 
     @property
     def exposed(self) -> float:
@@ -119,26 +123,29 @@ class Emulated:
 class _Clocks:
     """Program time of all ranks."""
 
-    def __init__(self, costs: RingCosts, machine: Machine) -> None:
-        self.costs, self.machine = costs, machine
-        self.now: FloatArray = np.zeros(costs.forward.shape[:2])
+    def __init__(self, num_ranks: tuple[int, int], machine: Machine) -> None:
+        self.machine = machine
+        self.now: FloatArray = np.zeros(num_ranks)
         self._link_free: FloatArray = np.zeros_like(self.now)
+        self._channel_free: FloatArray = np.zeros_like(self.now)
         self._done: dict[tuple[str, int], FloatArray] = {}
-        ulysses, ring = costs.forward.shape[:2]
+        ulysses, ring = num_ranks
         self._rank = np.arange(ring)[None, :] * ulysses + np.arange(ulysses)[:, None]
 
     def copy(self, num_bytes: IntArray) -> None:
         """A copy on the device."""
         self.now = self.now + num_bytes / self.machine.copy_bytes_per_ms
 
-    def exchange(self, table: IntArray) -> None:
-        """An all-to-all of bytes [P, P] by sender and receiver; who takes part waits for the last."""
-        if not table.any():
-            return
+    def exchange(self, table: IntArray, *, everywhere: bool) -> FloatArray:
+        """Posts an all-to-all of bytes [P, P] by sender and receiver, in Ulysses groups or `everywhere`.
+
+        Returns:
+            When it is done.
+        """
         ulysses, ring = self.now.shape
         # Rank p = r * U + u.
-        flat = self.now.T.reshape(-1)
-        groups = [np.arange(ulysses * ring)] if self.costs.moves else np.arange(ulysses * ring).reshape(ring, ulysses)
+        done = np.maximum(self.now, self._channel_free).T.reshape(-1)
+        groups = [np.arange(ulysses * ring)] if everywhere else np.arange(ulysses * ring).reshape(ring, ulysses)
         for group in groups:
             part = table[np.ix_(group, group)]
             node = group // self.machine.ranks_per_node
@@ -147,8 +154,13 @@ class _Clocks:
             for network, share in ((False, np.where(same, part, 0)), (True, np.where(same, 0, part))):
                 most = float(max(share.sum(axis=0).max(), share.sum(axis=1).max()))
                 took = max(took, self.machine.links.all_to_all(most, len(group), network=network))
-            flat[group] = flat[group].max() + took
-        self.now = flat.reshape(ring, ulysses).T.copy()
+            done[group] = done[group].max() + took
+        self._channel_free = done.reshape(ring, ulysses).T.copy()
+        return self._channel_free
+
+    def wait_until(self, done: FloatArray) -> None:
+        """Program goes on when something is done."""
+        self.now = np.maximum(self.now, done)
 
     def post(self, kind: str, step: int, num_bytes: IntArray) -> None:
         """Every rank sends bytes [U, R]: K/V of a step onwards (`kv`), or their gradients home (`gradient`)."""
@@ -172,53 +184,120 @@ class _Clocks:
 
     def wait(self, kind: str, step: int) -> None:
         """Program goes on when a message is there."""
-        self.now = np.maximum(self.now, self._done.pop((kind, step)))
+        self.wait_until(self._done.pop((kind, step)))
 
     def compute(self, ms: FloatArray) -> None:
         """Kernels [U, R]."""
         self.now = self.now + ms
 
 
-def forward_pass(costs: RingCosts, machine: Machine) -> Emulated:
-    """Exchange in, the ring, exchange out."""
-    clocks = _Clocks(costs, machine)
-    moved = bool(costs.there.any())
-    began = _exchange(clocks, costs.there, costs.home_bytes[..., 0], costs.owner_bytes[..., 0], moved)
-    _ring(clocks, costs.forward, gradients=False)
-    ended = _exchange(clocks, costs.back, costs.owner_bytes[..., 1], costs.home_bytes[..., 1], moved)
-    return _finished(clocks, costs.forward, began + ended)
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """One direction of a chunk: an exchange to the owners, calls of the engine, and an exchange to the homes."""
+
+    costs: ChunkCosts
+    ms: FloatArray
+    """[U, R, calls]."""
+    there: tuple[IntArray, IntArray, IntArray]
+    """Bytes that are packed [U, R], sent [P, P] and unpacked [U, R]."""
+    back: tuple[IntArray, IntArray, IntArray]
+    """The same of the way back."""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether anything leaves a rank; else tensors are used as they are."""
+        return bool(self.costs.there.any())
+
+    def begin(self, clocks: _Clocks, which: tuple[IntArray, IntArray, IntArray]) -> FloatArray:
+        """Pack and post; returns when that is done."""
+        if not self.exchanges:
+            return clocks.now
+        clocks.copy(which[0])
+        return clocks.exchange(which[1], everywhere=self.costs.moves)
+
+    def take(self, clocks: _Clocks, done: FloatArray, which: tuple[IntArray, IntArray, IntArray]) -> None:
+        """Wait and unpack."""
+        clocks.wait_until(done)
+        if self.exchanges:
+            clocks.copy(which[2])
+
+    def alone(self, machine: Machine) -> float:
+        """Milliseconds of both exchanges when all ranks start together and nothing else runs."""
+        total = 0.0
+        for which in (self.there, self.back):
+            clocks = _Clocks((self.ms.shape[0], self.ms.shape[1]), machine)
+            self.take(clocks, self.begin(clocks, which), which)
+            total += float(clocks.now.max())
+        return total
 
 
-def backward_pass(costs: RingCosts, machine: Machine) -> Emulated:
+def forward_pass(chunks: Sequence[ChunkCosts], machine: Machine) -> Emulated:
+    """Exchange in, the ring and exchange out, of the chunks of heads of a plan as `PipelinedAttention` runs them.
+
+    Args:
+        chunks: in the order in which they are computed; one for a layer that is not pipelined.
+        machine: what they run on.
+    """
+    return _run(
+        [
+            _Chunk(
+                costs,
+                costs.forward,
+                (costs.home_bytes[..., 0], costs.there, costs.owner_bytes[..., 0]),
+                (costs.owner_bytes[..., 1], costs.back, costs.home_bytes[..., 1]),
+            )
+            for costs in chunks
+        ],
+        machine,
+        gradients=False,
+    )
+
+
+def backward_pass(chunks: Sequence[ChunkCosts], machine: Machine) -> Emulated:
     """The gradient of the output to the owners, the ring with gradients on their way home, gradients to the homes.
+
+    Args:
+        chunks: as in `forward_pass`.
+        machine: what they run on.
 
     Raises:
         ValueError: the backward pass was not measured.
     """
-    if costs.backward is None:
-        raise ValueError("the backward pass was not measured: measure it too")
-    clocks = _Clocks(costs, machine)
-    moved = bool(costs.there.any())
-    began = _exchange(clocks, costs.back.T, costs.home_bytes[..., 1], costs.owner_bytes[..., 1], moved)
-    _ring(clocks, costs.backward, gradients=True)
-    ended = _exchange(clocks, costs.there.T, costs.owner_bytes[..., 0], costs.home_bytes[..., 0], moved)
-    return _finished(clocks, costs.backward, began + ended)
+    found = []
+    for costs in chunks:
+        if costs.backward is None:
+            raise ValueError("the backward pass was not measured: measure it too")
+        there = (costs.home_bytes[..., 1], costs.back.T, costs.owner_bytes[..., 1])
+        back = (costs.owner_bytes[..., 0], costs.there.T, costs.home_bytes[..., 2])
+        found.append(_Chunk(costs, costs.backward, there, back))
+    return _run(found, machine, gradients=True)
 
 
-def _exchange(clocks: _Clocks, table: IntArray, packed: IntArray, unpacked: IntArray, moved: bool) -> float:
-    """Pack, all-to-all, unpack; milliseconds that it takes when all ranks start at once, the most of any."""
-    if not moved:
-        return 0.0
-    before = float(clocks.now.max())
-    clocks.copy(packed)
-    clocks.exchange(table)
-    clocks.copy(unpacked)
-    return max(0.0, float(clocks.now.max()) - before)
+def _run(chunks: Sequence[_Chunk], machine: Machine, *, gradients: bool) -> Emulated:
+    """The order of operations of `PipelinedAttention`: one exchange ahead of the chunk that is computed."""
+    shape = chunks[0].ms.shape[0], chunks[0].ms.shape[1]
+    clocks = _Clocks(shape, machine)
+    arriving: list[FloatArray] = []
+    leaving = []
+    for number, chunk in enumerate(chunks):
+        while len(arriving) < min(number + 2, len(chunks)):
+            ahead = chunks[len(arriving)]
+            arriving.append(ahead.begin(clocks, ahead.there))
+        chunk.take(clocks, arriving[number], chunk.there)
+        _ring(clocks, chunk, gradients=gradients)
+        leaving.append(chunk.begin(clocks, chunk.back))
+    for chunk, done in zip(chunks, leaving, strict=True):
+        chunk.take(clocks, done, chunk.back)
+    return Emulated(
+        total=float(clocks.now.max()),
+        compute=float(sum(chunk.ms.sum(axis=2) for chunk in chunks).max()),
+        exchange=sum(chunk.alone(machine) for chunk in chunks),
+    )
 
 
-def _ring(clocks: _Clocks, ms: FloatArray, *, gradients: bool) -> None:
+def _ring(clocks: _Clocks, chunk: _Chunk, *, gradients: bool) -> None:
     """The order of operations of `ring_forward` and `ring_backward`."""
-    costs, ring = clocks.costs, ms.shape[1]
+    costs, ms, ring = chunk.costs, chunk.ms, chunk.ms.shape[1]
     prefetch, posted, going = clocks.machine.prefetch, 0, list[int]()
     for number, steps in enumerate(costs.calls):
         for step in sorted(steps):
@@ -242,10 +321,6 @@ def _ring(clocks: _Clocks, ms: FloatArray, *, gradients: bool) -> None:
         clocks.wait("gradient", step)
 
 
-def _came(costs: RingCosts, step: int) -> IntArray:
+def _came(costs: ChunkCosts, step: int) -> IntArray:
     """Bytes of K and V that come in at a step, [U, R]."""
     return np.roll(costs.send_bytes[..., step], step, axis=1)
-
-
-def _finished(clocks: _Clocks, ms: FloatArray, exchange: float) -> Emulated:
-    return Emulated(total=float(clocks.now.max()), compute=float(ms.sum(axis=2).max()), exchange=exchange)

@@ -55,6 +55,34 @@ class _Ahead:
         return wait()
 
 
+class _Behind:
+    """Ends what was begun for every chunk, one chunk behind the one that is computed.
+
+    What comes next was begun later, on the same group, so that this waits for nothing that it would not wait for.
+    """
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[], object]] = []
+
+    def begun(self, wait: Callable[[], object]) -> None:
+        """Take over what ends the newest chunk, and end the one before."""
+        self._waits.append(wait)
+        if len(self._waits) > 1:
+            self._waits.pop(0)()
+
+    def finish(self) -> None:
+        """End the last."""
+        while self._waits:
+            self._waits.pop(0)()
+
+
+def _gradients(saved: Sequence[Tensor], dout: Tensor, work: RingWork) -> list[Tensor]:
+    """dq, dk, dv of a chunk where it is computed, in the dtypes of q, k, v."""
+    q, k, v, out, lse = saved
+    found = ring_backward(q, k, v, out, dout, lse, work)
+    return [part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True)]
+
+
 def _taken() -> None:
     raise RuntimeError("each chunk is taken once")
 
@@ -83,18 +111,18 @@ class PipelinedAttention(torch.autograd.Function):
         """
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         arriving = _Ahead(lambda chunk: start_to_owners((q, k, v), chunk.sides, chunk.exchange), chunks)
-        leaving, kept, works = [], [], []
+        leaving = _Behind()
+        kept, works = [], []
         for number, chunk in enumerate(chunks):
             q_here, k_here, v_here = arriving.take(number)
             work = replace(chunk.work, engine=engine_reading(chunk.work.engine, q_here, k_here, v_here))
             part, lse = ring_forward(q_here, k_here, v_here, work)
             part = part.to(q.dtype)
-            leaving.append(start_to_homes((part,), (chunk.q_side,), (out.shape,), chunk.exchange, into=(out,)))
+            leaving.begun(start_to_homes((part,), (chunk.q_side,), (out.shape,), chunk.exchange, into=(out,)))
             if backward:
                 kept += [q_here, k_here, v_here, part, lse]
                 works.append(work)
-        for wait in leaving:
-            wait()
+        leaving.finish()
         ctx.save_for_backward(*kept)
         ctx.chunks, ctx.works = chunks, works
         ctx.shapes = (q.shape, k.shape, v.shape)
@@ -107,12 +135,18 @@ class PipelinedAttention(torch.autograd.Function):
         kept = ctx.saved_tensors
         gradients = [dout.new_empty(shape, dtype=kept[i].dtype) for i, shape in enumerate(ctx.shapes)]
         arriving = _Ahead(lambda chunk: start_to_owners((dout,), (chunk.q_side,), chunk.exchange), ctx.chunks)
-        leaving = []
+        leaving = _Behind()
         for number, (chunk, work) in enumerate(zip(ctx.chunks, ctx.works, strict=True)):
-            q, k, v, out, lse = kept[5 * number : 5 * number + 5]
-            found = ring_backward(q, k, v, out, arriving.take(number)[0], lse, work)
-            parts = [part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True)]
-            leaving.append(start_to_homes(parts, chunk.sides, ctx.shapes, chunk.exchange, into=gradients))
-        for wait in leaving:
-            wait()
+            saved = kept[5 * number : 5 * number + 5]
+            # Not named: they are to go once they are packed.
+            leaving.begun(
+                start_to_homes(
+                    _gradients(saved, arriving.take(number)[0], work),
+                    chunk.sides,
+                    ctx.shapes,
+                    chunk.exchange,
+                    into=gradients,
+                )
+            )
+        leaving.finish()
         return (*gradients, None, None)

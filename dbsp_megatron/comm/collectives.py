@@ -44,8 +44,8 @@ class FlatSwap:
     def __init__(
         self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup
     ) -> None:
-        # Kept until `wait`, or its memory could be given to others while it is read.
-        self._send = send
+        # Kept until `wait`, as is the work, or its memory could be given to others while it is read.
+        self._send: Tensor | None = send
         self._received = send.new_empty(sum(recv_sizes))
         self._work = dist.all_to_all_single(
             self._received, send, list(recv_sizes), list(send_sizes), group=group, async_op=True
@@ -55,6 +55,8 @@ class FlatSwap:
         """The received buffer, once it has arrived."""
         if self._work is not None:
             self._work.wait()
+        # The work holds the sent buffer too.
+        self._work = self._send = None
         return self._received
 
 

@@ -70,6 +70,8 @@ class Calibration:
     """Host microseconds to plan a layer."""
     note: str = ""
     """Where the numbers come from and how far they can be trusted."""
+    num_multiprocessors: int | None = None
+    """Rows that the device computes at a time: bounds the time of calls with few long rows (`RowTails`); None: not."""
 
     def __post_init__(self) -> None:
         check_text("machine", self.machine)
@@ -85,6 +87,8 @@ class Calibration:
                 raise ValueError(f"{key} must hold {kind.__name__} objects, got {entries!r}; pass a tuple of them")
             object.__setattr__(self, key, tuple(entries))
         check_number("plan_us", self.plan_us)
+        if self.num_multiprocessors is not None:
+            checked_count("num_multiprocessors", self.num_multiprocessors)
 
     def kernel(
         self,
@@ -185,7 +189,11 @@ class Calibration:
 
     def to_json(self) -> str:
         """Returns the calibration as indented JSON text."""
-        return json.dumps({"format": _JSON_FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        stored = {"format": _JSON_FORMAT, **asdict(self)}
+        if self.num_multiprocessors is None:
+            # Versions that do not know it read the file.
+            del stored["num_multiprocessors"]
+        return json.dumps(stored, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
@@ -277,6 +285,7 @@ def reference_calibration() -> Calibration:
         kernels=tuple(kernels),
         links=links,
         plan_us=320.0,
+        num_multiprocessors=132,
         note=(
             "derived from throughput and bandwidth figures of H200 cards (32768 tokens, 12 heads, head_dim 128), not "
             "measured on this machine; run tools/fit_latency.py for rates of your own"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dbsp_megatron.plan.calibration import Calibration
+from dbsp_megatron.plan.chunk_time import best_num_chunks, most_chunks, pipelined_us
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
 from dbsp_megatron.plan.partition import PartitionPlan
 from dbsp_megatron.plan.prediction import Prediction
@@ -29,8 +30,12 @@ class LatencyModel:
 
     The backward passes K/V on as the forward does, and behind them the fp32 gradients of K and V, which hop once more
     to come home. An all-to-all takes as long as its slowest rank, by the bytes that it sends or receives; bytes inside
-    the node and bytes that leave it flow side by side. Not in it: merging partial outputs, packing, predicting the
-    mask, planning (off the critical path).
+    the node and bytes that leave it flow side by side. Heads may be exchanged in chunks, each under the ring of another
+    (`num_chunks`): then the all-to-alls of one chunk are in the open, and the rest as far as the ring is shorter.
+
+    Few long rows leave multiprocessors idle: where row lengths are known (`tails` of `predict`), a forward step takes
+    no less than its fullest multiprocessor. Not in it: merging partial outputs, packing, predicting the mask, planning
+    (off the critical path); tails of backward kernels, which go by columns.
 
     Args:
         calibration: Rates and curves of the machine.
@@ -41,6 +46,8 @@ class LatencyModel:
         decoupled: K/V are prefetched as early as they arrive, so that ring ranks do not wait for one another each step.
         mask_batch_size: Batch entries that the dense blocks of the plans count: 1 when one mask serves the whole batch,
             else `shape.batch_size`.
+        num_chunks: Chunks of heads in which plans with a Ulysses degree are exchanged; `auto`: as many as shorten the
+            forward pass.
 
     Raises:
         ValueError: if an argument is out of range or the calibration lacks a forward kernel.
@@ -59,6 +66,7 @@ class LatencyModel:
         dtype: str = "bfloat16",
         decoupled: bool = False,
         mask_batch_size: int = 1,
+        num_chunks: int | Literal["auto"] = 1,
     ) -> None:
         for name, value, kind in (("calibration", calibration, Calibration), ("shape", shape, AttentionShape)):
             if not isinstance(value, kind):
@@ -76,6 +84,8 @@ class LatencyModel:
                 f"mask_batch_size must be 1 or the batch size {shape.batch_size}, got {mask_batch_size}; use 1 for a "
                 "mask that the batch shares"
             )
+        self.mask_batch_size = mask_batch_size
+        self.num_chunks = num_chunks if num_chunks == "auto" else checked_count("num_chunks", num_chunks)
         self._block_factor = shape.batch_size // mask_batch_size
         self.rate("forward")
 
@@ -109,6 +119,8 @@ class LatencyModel:
         backward: bool = False,
         compute_growth: float = 0.0,
         traffic: PlanTraffic | None = None,
+        tails: IntArray | None = None,
+        num_chunks: int | None = None,
     ) -> Prediction:
         """Predicts one pass of a layer.
 
@@ -118,6 +130,8 @@ class LatencyModel:
             compute_growth: Share by which the critical path of the computation is longer than the plan says, because
                 its counts are stale.
             traffic: What `plan_traffic` counted for this plan and shape, if that is at hand.
+            tails: What `RowTails.bound` gives for this plan and `calibration.num_multiprocessors`; forward only.
+            num_chunks: Chunks of heads, for a backward pass those of its forward pass; None: as the model was made.
 
         Raises:
             ValueError: if the plan does not fit `speeds`, `compute_growth` is no finite number of at least 0, or the
@@ -130,7 +144,7 @@ class LatencyModel:
         direction = DIRECTIONS[backward]
         rate = self.rate(direction)
         traffic = traffic or plan_traffic(plan, self.shape)
-        compute = self._compute(plan, rate)
+        compute = self._compute(plan, rate, None if backward else tails)
         all_to_all, exchange, num_exchanges = self._exchanges(plan, traffic, backward)
         hops = self._hops(plan, traffic.ring_hop_bytes)
         gradient_hops = None
@@ -141,6 +155,10 @@ class LatencyModel:
             compute * (1.0 + compute_growth), hops, gradient_hops
         )
         num_ring_hops = (plan.ring_degree - 1) + (plan.ring_degree if backward and plan.ring_degree > 1 else 0)
+        exchanged, computed = all_to_all + exchange, ring.compute_us + ring.exposed_us
+        if num_chunks is None:
+            num_chunks = self._chunks(plan, exchanged, computed, backward, traffic)
+        hidden = exchanged + computed - pipelined_us(exchanged, computed, num_chunks) if num_chunks > 1 else 0.0
         notes = [note for note in (rate.note, self.calibration.note) if note]
         return Prediction(
             direction=direction,
@@ -158,6 +176,8 @@ class LatencyModel:
             num_launches=int((compute > 0).sum(axis=2).max()),
             num_all_to_alls=num_exchanges,
             num_hops=num_ring_hops,
+            num_chunks=num_chunks,
+            hidden_us=hidden,
             notes=tuple(notes),
         )
 
@@ -198,10 +218,25 @@ class LatencyModel:
             hop = self.calibration.link("p2p", ring, scope).time(num_bytes)
         return all_to_all + (max(compute, hop) * (ring - 1) + compute) * plan.imbalance_paper
 
-    def _compute(self, plan: PartitionPlan, rate: KernelRate) -> FloatArray:
+    def _chunks(
+        self, plan: PartitionPlan, exchange_us: float, ring_us: float, backward: bool, traffic: PlanTraffic
+    ) -> int:
+        """Chunks of heads of a plan whose pass takes so long."""
+        if plan.ulysses_degree == 1 or self.num_chunks == 1:
+            return 1
+        num_kv_heads = self.shape.num_kv_heads or plan.num_heads
+        if self.num_chunks != "auto":
+            return min(self.num_chunks, num_kv_heads)
+        if backward:
+            return self.predict(plan, traffic=traffic).num_chunks
+        return best_num_chunks(exchange_us, ring_us, most_chunks(plan.ulysses_degree, num_kv_heads))
+
+    def _compute(self, plan: PartitionPlan, rate: KernelRate, tails: IntArray | None) -> FloatArray:
         """Kernel microseconds float64 [U, R, steps]."""
-        rows = plan.rows[:, :, None] * self.shape.batch_size
-        compute = rate.time_us(plan.loads * self._block_factor, rows)
+        rows, blocks = plan.rows[:, :, None] * self.shape.batch_size, plan.loads * self._block_factor
+        if tails is not None and self.calibration.num_multiprocessors is not None:
+            blocks = np.maximum(blocks, tails * self.calibration.num_multiprocessors)
+        compute = rate.time_us(blocks, rows)
         if self.speeds is None:
             return compute
         if self.speeds.shape[0] != plan.ulysses_degree * plan.ring_degree:

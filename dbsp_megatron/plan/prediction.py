@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Microseconds of one attention layer on its critical path; the four parts sum to `total_us`."""
+    """Microseconds of one attention layer on its critical path; the four parts less `hidden_us` sum to `total_us`."""
 
     direction: str
     """`forward` or `backward`."""
@@ -39,13 +39,17 @@ class Prediction:
     """All-to-alls of a rank."""
     num_hops: int
     """Ring messages that a rank sends."""
+    num_chunks: int = 1
+    """Chunks of heads that are exchanged and computed one after another."""
+    hidden_us: float = 0.0
+    """All-to-alls that run under the kernels of other chunks of heads, less what chunks cost."""
     notes: tuple[str, ...] = ()
     """What was assumed because it was not measured."""
 
     @property
     def total_us(self) -> float:
         """Time of the layer."""
-        return self.all_to_all_us + self.exchange_us + self.compute_us + self.exposed_us
+        return self.all_to_all_us + self.exchange_us + self.compute_us + self.exposed_us - self.hidden_us
 
     @property
     def total_ns(self) -> int:
@@ -60,11 +64,13 @@ class Prediction:
     def explain(self) -> str:
         """Says in a few lines what dominates and what would help."""
         total = self.total_us
+        moved = self.all_to_all_us + self.exchange_us
+        in_the_open = max(0.0, moved - self.hidden_us) / moved if moved else 0.0
         parts = {
             "computing": self.mean_compute_us if self.waiting_us else self.compute_us,
             "waiting for the most loaded rank": self.waiting_us,
-            "all-to-all": self.all_to_all_us,
-            "exchange of moved blocks": self.exchange_us,
+            "all-to-all": self.all_to_all_us * in_the_open,
+            "exchange of moved blocks": self.exchange_us * in_the_open,
             "ring communication that nothing hides": self.exposed_us,
         }
         advice = {
@@ -75,6 +81,8 @@ class Prediction:
             "ring communication that nothing hides": "a smaller Ring degree would help",
         }
         form = "steps decoupled" if self.decoupled else "one wait per step"
+        if self.num_chunks > 1:
+            form += f", heads in {self.num_chunks} chunks"
         lines = [f"U{self.ulysses_degree}R{self.ring_degree} {self.direction} ({form}): {total:.1f} us"]
         if total > 0:
             top = max(parts, key=lambda name: parts[name])

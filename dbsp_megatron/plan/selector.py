@@ -19,6 +19,7 @@ from dbsp_megatron.plan.partition import PartitionPlan
 from dbsp_megatron.plan.planner import BLOCK_POLICIES, plan_workload
 from dbsp_megatron.plan.prediction_log import PredictionLog, Record
 from dbsp_megatron.plan.rates import is_number
+from dbsp_megatron.plan.row_tails import RowTails
 from dbsp_megatron.plan.traffic import plan_traffic
 from dbsp_megatron.plan.workload import Workload
 
@@ -27,6 +28,21 @@ Policies = tuple[str, str]
 Planner = Callable[[Workload, int, int, PREDICT], PartitionPlan]
 
 _MILLION = 1_000_000
+
+
+def comparison_due(layer: int, compared: int, step: int, recheck_steps: int) -> bool:
+    """Tells whether a layer's meshes are to be compared anew.
+
+    Every `recheck_steps` steps, at `step + layer = 0` modulo that many: up to as many layers never all in one step,
+    although all of them are compared in the first one.
+
+    Args:
+        layer: Layer index.
+        compared: Step of the last comparison.
+        step: This step; one before `compared` starts a new run.
+        recheck_steps: Steps between comparisons.
+    """
+    return step < compared or (step + layer) // recheck_steps != (compared + layer) // recheck_steps
 
 
 class Alternative(NamedTuple):
@@ -54,6 +70,8 @@ class Choice:
     """Why, in one sentence."""
     alternatives: tuple[Alternative, ...]
     """All meshes of the last comparison, fastest first; the chosen one is among them."""
+    forward_share: float = 1.0
+    """Forward time over `predicted_us`, which counts the backward pass in training."""
     wants_fresh_counts: bool = False
     """The plan is from stale counts, and waiting for those of the same step would take less time than it would save."""
 
@@ -78,6 +96,7 @@ class _Offer(NamedTuple):
     corrected_ns: int
     stale_ns: int
     """How much of it is expected because the counts are stale."""
+    forward_share: float
 
 
 class StrategySelector:
@@ -87,9 +106,12 @@ class StrategySelector:
     same counts and measured times choose alike, without talking. `digest` lets the caller check that they did. Doing
     nothing (contiguous heads, blocks at home) is among the plans of every mesh, and wins ties.
 
-    Per-layer choices hardly change over steps, so meshes are compared anew only every `recheck_steps`, when the drift
-    of a layer jumps or when its shape changes; in between only the plan follows the counts, on the kept mesh and by
-    the kept policies.
+    Per-layer choices hardly change over steps, so meshes are compared anew only every `recheck_steps`, in steps that
+    differ by layer (`comparison_due`), when the drift of a layer jumps or when its shape changes; in between only the
+    plan follows the counts, on the kept mesh and by the kept policies.
+
+    Times are those of chunks of heads, if the model exchanges them so, and of the fullest multiprocessor, if the
+    calibration says how many there are.
 
     Measured times (`observe_time`) correct the model by mesh. A mesh that never ran takes the mean correction of those
     that did, so times of one mesh alone correct what is predicted, but never which mesh is chosen: to tell
@@ -103,7 +125,7 @@ class StrategySelector:
         tolerance: As in `plan_workload`.
         training: A layer costs its forward and backward pass, instead of the forward pass.
         hysteresis: A new mesh must save more than this share of the time of the old one.
-        recheck_steps: Steps after which meshes are compared anew.
+        recheck_steps: Steps after which meshes are compared anew; the first time after at most as many.
         drift: Estimator of stale counts; default `DriftEstimator()`.
         capacity: Most layers kept; the one not used for longest is dropped.
         fresh_counts_us: Time that a layer waits when it is planned from counts of the same step; infinite never asks.
@@ -230,8 +252,8 @@ class StrategySelector:
             why, known = "first comparison", None
         elif jumped:
             why, known = "compared anew because the drift jumped", state.mesh
-        elif not 0 <= step - state.checked < self._recheck_steps:
-            why, known = f"compared anew after {self._recheck_steps} steps", state.mesh
+        elif comparison_due(layer, state.checked, step, self._recheck_steps):
+            why, known = f"compared anew every {self._recheck_steps} steps", state.mesh
         else:
             made = state.choice.plan
             offer = self._offer(workload, state.mesh, eps, age, (made.head_policy, made.block_policy))
@@ -254,7 +276,7 @@ class StrategySelector:
 
     def _follow(self, layer: int, state: _Layer, step: int, offer: _Offer) -> Choice:
         """Keeps the mesh and takes the plan of the newest counts."""
-        reason = f"kept since step {state.checked}, compared anew after {self._recheck_steps} steps"
+        reason = f"kept since step {state.checked}, compared anew every {self._recheck_steps} steps"
         state.choice = self._choice(offer, reason, state.alternatives)
         state.step = step
         state.model_ns[offer.mesh] = offer.model_ns
@@ -270,6 +292,7 @@ class StrategySelector:
             predicted_us=offer.corrected_ns / 1000,
             reason=reason,
             alternatives=alternatives,
+            forward_share=offer.forward_share,
             wants_fresh_counts=offer.stale_ns > 1000 * self._fresh_counts_us,
         )
 
@@ -295,16 +318,23 @@ class StrategySelector:
     def _offer(self, workload: Workload, mesh: Mesh, eps: float, age: int, policies: Policies) -> _Offer:
         """Plans and predicts one mesh."""
         seen: list[tuple[PartitionPlan, int]] = []
+        forward_ns: dict[int, int] = {}
+        model, num_multiprocessors = self._model, self._model.calibration.num_multiprocessors
+        sizes = {"batch_size": model.shape.batch_size, "mask_batch_size": model.mask_batch_size}
+        tails = None if num_multiprocessors is None else RowTails(workload, *mesh, **sizes)
 
         def predict(plan: PartitionPlan) -> int:
             growth = 0.0
             if eps > 0:
                 growth = expected_growth_of(plan.loads.max(axis=1).sum(axis=1), eps, workload.num_heads, age)
-            traffic = plan_traffic(plan, self._model.shape)
-            total = self._model.predict(plan, compute_growth=growth, traffic=traffic).total_ns
+            traffic = plan_traffic(plan, model.shape)
+            bound = None if tails is None or num_multiprocessors is None else tails.bound(plan, num_multiprocessors)
+            forward = model.predict(plan, compute_growth=growth, traffic=traffic, tails=bound)
+            total = forward_ns[id(plan)] = forward.total_ns
             if self._training:
-                backward = self._model.predict(plan, backward=True, compute_growth=growth, traffic=traffic)
-                total += backward.total_ns
+                total += model.predict(
+                    plan, backward=True, compute_growth=growth, traffic=traffic, num_chunks=forward.num_chunks
+                ).total_ns
             seen.append((plan, total))
             return total
 
@@ -316,11 +346,12 @@ class StrategySelector:
         model_ns = next(known, None)
         if model_ns is None:
             model_ns = predict(plan)
+        share = forward_ns[id(plan)] / model_ns if model_ns else 1.0
         stale_ns = 0
         if eps > 0 and self._fresh_counts_us < math.inf:
             eps = 0.0
             stale_ns = model_ns - predict(plan)
-        return _Offer(mesh, plan, model_ns, self._log.corrected(mesh, model_ns), stale_ns)
+        return _Offer(mesh, plan, model_ns, self._log.corrected(mesh, model_ns), stale_ns, share)
 
     def _plan(self, workload: Workload, mesh: Mesh, predict: PREDICT, policies: Policies) -> PartitionPlan:
         return plan_workload(

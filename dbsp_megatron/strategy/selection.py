@@ -8,14 +8,11 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 
 from dbsp_megatron.comm.agree import digest_int
 from dbsp_megatron.observability.logging import get_logger
 from dbsp_megatron.plan import (
-    AttentionShape,
-    LatencyModel,
     PartitionPlan,
     PlanCache,
     ReplanRule,
@@ -26,18 +23,19 @@ from dbsp_megatron.plan import (
     plan_workload,
 )
 from dbsp_megatron.plan.planner import fits
-from dbsp_megatron.plan.selector import Choice, Mesh
+from dbsp_megatron.plan.selector import Choice, Mesh, comparison_due
 from dbsp_megatron.strategy.auto import Auto
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.consensus import choice_belief, slowest_us
 from dbsp_megatron.strategy.fallback import layer_bytes, stay_home
+from dbsp_megatron.strategy.pipelining import latency_model
 from dbsp_megatron.strategy.planning import Planning
 from dbsp_megatron.strategy.records import Stopwatch, mesh_name
 
 logger = get_logger(__name__)
 
 RECHECK_STEPS = 50
-"""Steps after which the meshes of a layer are compared anew."""
+"""Steps after which the meshes of a layer are compared anew; which steps differs by layer (`comparison_due`)."""
 
 MEASURE_STEPS = 16
 """A layer's time is compared between ranks once in so many steps; layers take turns."""
@@ -45,14 +43,12 @@ MEASURE_STEPS = 16
 _FIRST_MEASURED = 3
 _MAX_LAYERS = 1024
 _MAX_FAMILIES = 64
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(eq=False)
 class _Family:
-    """Calls of one shape: the model of their times, and what was chosen for them."""
+    """Calls of one shape, and what was chosen for them."""
 
-    model: LatencyModel
     selector: StrategySelector
     training: bool
 
@@ -92,9 +88,9 @@ class MeshSelection(Planning):
     """Meshes and plans by predicted time, one `StrategySelector` for each shape of calls.
 
     A layer gets its mesh in its first step, from the counts of that step. Meshes are compared again every
-    `RECHECK_STEPS`, and when the counts of heads drift more than usual. In between only the plan follows the counts,
-    once it has lost more than `replan_gain` by them. All calls of a step use one mesh and plan, activation recompute
-    included.
+    `RECHECK_STEPS`, layers taking turns, and when the counts of heads drift more than usual. In between only the plan
+    follows the counts, once it has lost more than `replan_gain` by them. All calls of a step use one mesh and plan,
+    activation recompute included.
 
     Times come from the latency model and are corrected by those measured in earlier steps, of which ranks take the
     longest, each layer in every `MEASURE_STEPS`-th step.
@@ -240,7 +236,7 @@ class MeshSelection(Planning):
             and state.family is self._families.get(self._family_key(call))
             and state.family is not None
             and state.family.training == self._trains(call)
-            and 0 <= call.step - state.compared < RECHECK_STEPS
+            and not comparison_due(call.layer, state.compared, call.step, RECHECK_STEPS)
             and (counts.same_counts(state.judged) or self._holds(state, counts))
         )
 
@@ -265,7 +261,7 @@ class MeshSelection(Planning):
         # Between comparisons the selector hands on what it found in the last one.
         if state.choice is None or choice.alternatives is not state.choice.alternatives:
             state.compared = call.step
-            state.forward_share = _forward_share(family, choice.plan)
+        state.forward_share = choice.forward_share
         state.family, state.choice, state.judged = family, choice, counts.without_mask()
         # Plans of other policies are not weighed by their imbalance alone.
         key = (call.plan_key, choice.plan.head_policy, choice.plan.block_policy)
@@ -316,20 +312,13 @@ class MeshSelection(Planning):
         return family
 
     def _new_family(self, call: LayerCall, training: bool) -> _Family:
-        shape = call.shape
-        model = LatencyModel(
+        asked = self._config.exchange_chunks
+        model = latency_model(
+            call.shape,
             self._strategy.calibration,
-            AttentionShape(
-                batch_size=shape.batch,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=-(-(shape.head_dim + shape.head_dim_v) // 2),
-                block_size_q=shape.block_size_q,
-                block_size_k=shape.block_size_k,
-                dtype_bytes=shape.dtype.itemsize,
-            ),
-            ranks_per_node=self._strategy.ranks_per_node,
-            dtype=_DTYPES.get(shape.dtype, "float32"),
-            decoupled=True,
+            self._strategy.ranks_per_node,
+            # As the executor does: other devices hide no exchange.
+            num_chunks=1 if asked == "auto" and not call.q.is_cuda else asked,
             mask_batch_size=call.mask_batch_size,
         )
         head_policy, block_policy = self._strategy.policies
@@ -341,7 +330,7 @@ class MeshSelection(Planning):
             training=training,
             recheck_steps=RECHECK_STEPS,
         )
-        return _Family(model, selector, training)
+        return _Family(selector, training)
 
     def _legal_meshes(self, call: LayerCall) -> list[Mesh]:
         """Meshes that the blocks of the mask allow, and of them those within the memory budget, if there are any."""
@@ -353,14 +342,6 @@ class MeshSelection(Planning):
         need = {mesh: layer_bytes(stay_home(shape, call.layout, mesh), shape, counts, self._config) for mesh in meshes}
         # With none left the runtime says what is needed.
         return [mesh for mesh in meshes if need[mesh] <= budget * 2**20] or meshes
-
-
-def _forward_share(family: _Family, plan: PartitionPlan) -> float:
-    """Forward time over the time that the selector compares."""
-    if not family.training:
-        return 1.0
-    forward, backward = (family.model.predict(plan, backward=backward).total_us for backward in (False, True))
-    return forward / (forward + backward) if forward > 0 else 1.0
 
 
 def _imbalance(plan: PartitionPlan, counts: Workload) -> float:

@@ -245,8 +245,10 @@ def _measured(
     gaps: bool = False,
 ) -> list[tuple[int, int]]:
     """(estimated, measured) bytes of a forward pass, and of one with a backward pass."""
-    sp = make_sp("dbsp", *mesh, block_size=BLOCK, head_policy=policy, **options)
+    sp = make_sp("dbsp", *mesh, block_size=BLOCK, head_policy=policy, **({"exchange_chunks": 1} | options))
     seqlen, num_heads, kv_heads = 509, 5, 5 if policy == "split" else 1
+    if options.get("exchange_chunks"):
+        num_heads = kv_heads = 6
     inputs = random_qkv(3, 2, seqlen, num_heads, 32, num_kv_heads=kv_heads, dtype=dtype)
     blocks = torch.ones(1, num_heads, -(-seqlen // BLOCK), -(-seqlen // BLOCK), dtype=torch.bool)
     if gaps:
@@ -309,6 +311,25 @@ def test_layer_bytes_is_what_the_runtime_takes(
 def test_layer_bytes_counts_a_buffer_for_each_reader(options: dict[str, Any]) -> None:
     """Where blocks that nobody reads stay at home, chunks do not go round in one buffer."""
     _compare(run_ranks(_measured, 4, (1, 4), "contiguous", torch.float32, options, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("mesh", "policy", "options"),
+    [
+        ((2, 1), "contiguous", {"exchange_chunks": 2}),
+        ((2, 1), "contiguous", {"exchange_chunks": 3}),
+        ((4, 1), "split", {"exchange_chunks": 2}),
+        ((4, 1), "split", {"exchange_chunks": 4}),
+        ((2, 2), "contiguous", {"exchange_chunks": 3}),
+        ((2, 3), "contiguous", {"exchange_chunks": 2, "kv_gather_mib": 0}),
+    ],
+    ids=str,
+)
+def test_layer_bytes_is_what_chunks_of_heads_take(
+    mesh: tuple[int, int], policy: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    _compare(run_ranks(_measured, mesh[0] * mesh[1], mesh, policy, dtype, options))
 
 
 def _compare(found: list[list[tuple[int, int]]]) -> None:

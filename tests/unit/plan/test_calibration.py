@@ -49,6 +49,19 @@ def test_kernel_refuses_a_direction_that_was_not_measured() -> None:
         calibration.kernel("forward", "bfloat16", 4, 2, 2, engine="fa4")
 
 
+def test_files_without_multiprocessors_stay_readable_both_ways(tmp_path: Path) -> None:
+    """Files that do not say how many there are hold the keys that they always held."""
+    plain, said = make_calibration(), make_calibration(num_multiprocessors=132)
+    assert "num_multiprocessors" not in plain.to_json()
+    assert Calibration.from_json(plain.to_json()) == plain
+    said.save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json").num_multiprocessors == 132
+    assert reference_calibration().num_multiprocessors == 132
+    for value in (0, -1, 1.5, "many"):
+        with pytest.raises(ValueError, match="num_multiprocessors must be an integer of at least 1"):
+            make_calibration(num_multiprocessors=value)
+
+
 @pytest.mark.parametrize("name", ["head_dim", "block_size_q", "block_size_k"])
 @pytest.mark.parametrize("value", [0, -4, 2.5, None])
 def test_kernel_refuses_impossible_sizes(name: str, value: Any) -> None:

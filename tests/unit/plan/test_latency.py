@@ -171,6 +171,69 @@ def test_predict_growth_lengthens_compute_alone() -> None:
     assert grown.mean_compute_us == plain.mean_compute_us
 
 
+CHUNKS = AttentionShape(num_kv_heads=8, head_dim=4, block_size_q=2, block_size_k=2)
+
+
+def eight_heads(loads: int) -> PartitionPlan:
+    """U = 2, R = 1; four heads of one block each on both."""
+    items = items_of_owners(np.repeat([0, 1], 4), 2)
+    return PartitionPlan(2, 1, "contiguous", "home", items, [0] * 2, [0] * 2, [0, 1], [0, 1], [[[loads]], [[loads]]])
+
+
+def test_predict_hides_exchanges_of_chunks_by_hand() -> None:
+    """A rank sends 4 heads of 16 + 32 bytes there and of 16 back: 3 + 192 / 0.016 us and 3 + 64 / 0.016 us."""
+    links = (make_curve("all_to_all", 3.0, 0.016),)
+    plan, calibration = eight_heads(30_000), make_calibration(links=links)
+    whole = model(calibration=calibration, shape=CHUNKS).predict(plan)
+    assert (whole.num_chunks, whole.hidden_us) == (1, 0.0)
+    assert whole.all_to_all_us == pytest.approx(16_006)
+    assert whole.compute_us == pytest.approx(30_000 + 0.8 + 5)
+    for chunks in (2, 4):
+        made = model(calibration=calibration, shape=CHUNKS, num_chunks=chunks).predict(plan)
+        assert made.num_chunks == chunks
+        assert made.total_us == pytest.approx(16_006 / chunks + whole.compute_us + 60 * (chunks - 1))
+        assert made.all_to_all_us == whole.all_to_all_us
+    best = model(calibration=calibration, shape=CHUNKS, num_chunks="auto").predict(plan)
+    assert best.num_chunks == 4
+    assert "heads in 4 chunks" in best.explain()
+    # What is bound by its exchanges gains nothing.
+    bound = model(calibration=calibration, shape=CHUNKS, num_chunks="auto").predict(eight_heads(10))
+    assert (bound.num_chunks, bound.hidden_us) == (1, 0.0)
+
+
+def test_predict_gives_a_backward_pass_the_chunks_of_its_forward_pass() -> None:
+    """On its own the backward pass, whose kernels take three times as long, would take more."""
+    calibration = make_calibration(links=(make_curve("all_to_all", 3.0, 1.0),))
+    made = model(calibration=calibration, shape=CHUNKS, num_chunks="auto")
+    plan = eight_heads(50)
+    assert made.predict(plan).num_chunks == 1
+    one, two = (made.predict(plan, backward=True, num_chunks=num) for num in (None, 2))
+    assert (one.num_chunks, two.num_chunks) == (1, 2)
+    assert two.total_us < 0.9 * one.total_us
+    fixed = model(calibration=calibration, shape=CHUNKS, num_chunks=3)
+    assert fixed.predict(plan, backward=True).num_chunks == 3
+
+
+def test_predict_has_no_more_chunks_than_kv_heads_and_one_without_an_exchange_of_heads() -> None:
+    assert model(num_chunks=4).predict(four_ranks()).num_chunks == 2
+    plan = PartitionPlan(
+        1, 1, "contiguous", "home", items_of_owners(np.zeros(2, int), 3), [0] * 3, [0], [0] * 3, [0], [[[5]]]
+    )
+    assert model(num_chunks=4).predict(plan).num_chunks == 1
+    assert model(num_chunks=4).predict(plan).total_us == model().predict(plan).total_us
+
+
+def test_predict_takes_no_less_than_the_fullest_multiprocessor() -> None:
+    """Ring group 0: steps of 3 and 1, 2 and 4 blocks. Two at a time: 2 x 4 of the first step's 3 count instead."""
+    tails = np.array([[[4, 0], [1, 1]], [[0, 0], [0, 0]]])
+    plan = four_ranks()
+    made = model(calibration=make_calibration(num_multiprocessors=2)).predict(plan, tails=tails)
+    assert made.compute_us == pytest.approx(8 + 5.2 + 4 + 5.2)
+    assert model().predict(plan, tails=tails).compute_us == pytest.approx(3 + 5.2 + 4 + 5.2)
+    backward = model(calibration=make_calibration(num_multiprocessors=2)).predict(plan, tails=tails, backward=True)
+    assert backward.compute_us == model().predict(plan, backward=True).compute_us
+
+
 def test_predict_published_by_hand() -> None:
     """Balanced step (15 / 8 blocks) times the imbalance over all ranks, (3 + 4) * 4 / 15, one curve for 64 bytes."""
     step = 15 / 8 + 5.2
@@ -242,6 +305,8 @@ def test_model_refuses() -> None:
         model(calibration=make_calibration(links=(make_curve("all_to_all", 1.0, 1.0),))).predict(four_ranks())
     with pytest.raises(ValueError, match="ranks_per_node must be an integer of at least 1"):
         model(ranks_per_node=0)
+    with pytest.raises(ValueError, match="num_chunks must be an integer of at least 1"):
+        model(num_chunks=0)
 
 
 @pytest.mark.parametrize("growth", [float("nan"), float("inf"), -2, -0.01, "much", True, 10**400])

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dbsp_megatron import BlockMask, plan_partition
+from dbsp_megatron import BlockMask, PartitionPlan, plan_partition
 from dbsp_megatron.strategy.call import CallShape
 from dbsp_megatron.strategy.machine import default_calibration
-from dbsp_megatron.strategy.pipelining import best_num_chunks, choose_num_chunks, pipelined_us
+from dbsp_megatron.strategy.pipelining import choose_num_chunks, latency_model
 
 
-def test_pipelined_us_leaves_the_first_and_last_exchange_in_the_open() -> None:
-    assert pipelined_us(400.0, 1000.0, 1) == pytest.approx(1400.0)
-    assert pipelined_us(400.0, 1000.0, 2) == pytest.approx(200 + 1000 + 60)
-    # More to exchange than to compute: it cannot be hidden.
-    assert pipelined_us(4000.0, 100.0, 4) == pytest.approx(1000 + 3000 + 180)
-
-
-def test_best_num_chunks_splits_only_where_it_gains() -> None:
-    assert best_num_chunks(0.0, 1000.0) == 1
-    assert best_num_chunks(100.0, 1000.0) == 1
-    assert best_num_chunks(400.0, 1000.0) == 3
-    assert best_num_chunks(400.0, 1000.0, most=2) == 2
-    assert best_num_chunks(4000.0, 20000.0) == 4
-
-
-def _choice(seqlen: int, heads: int, kv_heads: int, dtype: torch.dtype, ulysses: int = 2) -> int:
+def _case(
+    seqlen: int, heads: int, kv_heads: int, dtype: torch.dtype, ulysses: int = 2
+) -> tuple[PartitionPlan, CallShape]:
     num = -(-seqlen // 128)
     blocks = torch.rand((1, heads, num, num), generator=torch.Generator().manual_seed(0)) < 0.25
     mask = BlockMask(blocks, block_size_q=128, block_size_k=128, seqlen_q=seqlen, seqlen_k=seqlen)
@@ -44,7 +33,11 @@ def _choice(seqlen: int, heads: int, kv_heads: int, dtype: torch.dtype, ulysses:
         backward=False,
         whole_chunks=False,
     )
-    return choose_num_chunks(plan, shape, default_calibration(), 8)
+    return plan, shape
+
+
+def _choice(seqlen: int, heads: int, kv_heads: int, dtype: torch.dtype, ulysses: int = 2) -> int:
+    return choose_num_chunks(*_case(seqlen, heads, kv_heads, dtype, ulysses), default_calibration(), 8)
 
 
 def test_choose_num_chunks_by_the_shape_of_the_layer() -> None:
@@ -54,3 +47,22 @@ def test_choose_num_chunks_by_the_shape_of_the_layer() -> None:
     assert _choice(32760, 12, 2, torch.bfloat16) == 1
     assert _choice(32760, 12, 12, torch.float64) == 1
     assert _choice(32760, 12, 12, torch.bfloat16, ulysses=1) == 1
+
+
+def test_latency_model_of_a_call() -> None:
+    """The mean of both head dims counts; a dtype without rates borrows those of float32, and has one chunk."""
+    plan, shape = _case(32760, 12, 12, torch.bfloat16)
+    calibration = default_calibration()
+    model = latency_model(replace(shape, head_dim_v=64, batch=2), calibration, 8, num_chunks="auto", mask_batch_size=2)
+    assert (model.shape.head_dim, model.shape.batch_size, model.mask_batch_size) == (96, 2, 2)
+    assert (model.dtype, model.num_chunks, model.decoupled) == ("bfloat16", "auto", True)
+    double = latency_model(replace(shape, dtype=torch.float64), calibration, 8, num_chunks="auto")
+    assert (double.dtype, double.num_chunks, double.shape.dtype_bytes) == ("float32", 1, 8)
+    assert latency_model(shape, calibration, 8, num_chunks=3).predict(plan).num_chunks == 3
+
+
+@pytest.mark.parametrize("seqlen", [8190, 32760])
+def test_the_choice_is_that_of_the_model(seqlen: int) -> None:
+    plan, shape = _case(seqlen, 12, 12, torch.bfloat16)
+    model = latency_model(shape, default_calibration(), 8, num_chunks="auto")
+    assert choose_num_chunks(plan, shape, default_calibration(), 8) == model.predict(plan).num_chunks

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dbsp_megatron.attention import chunks, exchange
 from dbsp_megatron.attention.engines import engine_named
 from dbsp_megatron.plan import sparse_imbalance
 from tests.harness import run_ranks
@@ -44,6 +45,7 @@ def _on_ranks(rank: int, world_size: int, folder: str) -> tuple[int, str, str]:
         return _run(
             *("--shape", "tiny", "--kind", "corner", "st", "--seed", "0", "1", "2", "--imbalance", "1.15", "1.6"),
             *("--strategy", "ulysses", "ring", "dbsp", "paper", "--dbsp-set", "replan_gain=0.001"),
+            *("--exchange-chunks", "3"),
             *("--json", f"{folder}/sp.json", "--markdown", f"{folder}/sp.md"),
         )
     finally:
@@ -58,6 +60,7 @@ def test_main_measures_two_ranks_and_gives_no_figure_to_what_is_wrong(tmp_path: 
     report = json.loads((tmp_path / "sp.json").read_text())
     assert report["num_ranks"] == 2
     assert report["config"]["dbsp_settings"] == {"replan_gain": 0.001}
+    assert report["config"]["exchange_chunks"] == 3
     assert {"torch", "dbsp_megatron"} <= set(report["versions"])
     found = {(r["strategy"], r["mesh"], r["direction"]): r for r in report["records"]}
     assert len(found) == len(report["records"]) == 2 * 6
@@ -74,14 +77,16 @@ def test_main_measures_two_ranks_and_gives_no_figure_to_what_is_wrong(tmp_path: 
         assert list(record["phases"]) == (["forward", "backward"] if backward else ["forward"])
         for part in record["phases"].values():
             for rank in range(2):
-                pieces = sum(part[name][rank] for name in ("compute", "exchange", "wait", "rest"))
+                pieces = sum(part[name][rank] for name in ("compute", "pack", "exchange", "wait", "rest"))
                 assert pieces == pytest.approx(part["total"][rank])
                 assert part["compute"][rank] > 0
+                assert (part["pack"][rank] > 0) == (mesh == "2x1")
                 # Heads travel on one axis, K/V on the other.
                 assert (part["exchange"][rank] > 0) == (part["exchange_alone"][rank] > 0) == (mesh == "2x1")
                 assert (part["messages_alone"][rank] > 0) == (mesh == "1x2")
-        # The own chunk, then that of the other ring rank.
-        assert len(record["compute_calls_ms"][0]) == (2 if mesh == "1x2" else 1)
+        # The own chunk, then that of the other ring rank; three chunks of heads, each exchanged there and back.
+        assert len(record["compute_calls_ms"][0]) == (2 if mesh == "1x2" else 3)
+        assert record["num_chunks"] == (1 if mesh == "1x2" else 3)
         assert min(record["bytes_sent"]) > 0
         if strategy == "dbsp":
             assert record["rho_after"] < 1.1 < 1.15 <= record["rho_before"] <= 1.6
@@ -119,6 +124,7 @@ def test_main_measures_one_process_and_says_what_is_not_installed(monkeypatch: p
         (("--dtype", "int8"), "--dtype must be of bfloat16"),
         (("--set", "kv_prefetch"), "take KEY=VALUE"),
         (("--set", "kv_prefetch=0", "--shape", "tiny"), "kv_prefetch must be an integer >= 1"),
+        (("--exchange-chunks", "0", "--shape", "tiny"), "exchange_chunks must be an integer >= 1"),
         (("--head-dim", "0"), "--head-dim must be at least 1"),
     ],
 )
@@ -178,7 +184,8 @@ def _record(strategy: str, mesh: str, ms: float | None, **more: Any) -> dict[str
 def test_add_ratios_compares_with_the_same_mesh_and_the_best_unbalanced() -> None:
     phases = {
         "forward": {
-            "total": [5.0, 5.5], "compute": [4.4, 4.0], "exchange": [1.0, 1.0], "wait": [0.0, 0.0], "rest": [0.0, 0.5],
+            "total": [5.0, 5.5], "compute": [4.4, 4.0], "pack": [0.0, 0.0], "exchange": [1.0, 1.0],
+            "wait": [0.0, 0.0], "rest": [0.0, 0.5],
             "exchange_alone": [1.0, 2.0], "messages_alone": [0.5, 0.2],
         }
     }  # fmt: skip
@@ -228,11 +235,59 @@ def test_measure_phases_divides_a_call_at_its_collectives_and_engine_calls(monke
     assert report.phases.rest == pytest.approx(4)
 
 
+def test_measure_phases_counts_what_is_waited_for_and_packing_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of heads: messages run beside kernels, and buffers are filled between these."""
+
+    class Work:
+        def wait(self) -> bool:
+            return True
+
+    moments = iter(range(100))
+    monkeypatch.setattr("tools.sp_phases.time.perf_counter", lambda: next(moments) / 1e3)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda output, source, *sizes, **options: Work())
+    engine = engine_named("torch")
+    monkeypatch.setattr(type(engine), "forward", lambda self, *args: None)
+    for name in ("pack", "unpack"):
+        monkeypatch.setattr(exchange, name, lambda: None)
+
+    runtime: Any = exchange
+
+    def call(_: Any) -> None:
+        works = []
+        for _ in range(2):
+            runtime.pack()
+            works.append(dist.all_to_all_single(torch.empty(4), torch.zeros(4), [4], [4], async_op=True))
+        for work in works:
+            work.wait()
+            runtime.unpack()
+            engine.forward()
+
+    (report,) = measure_phases([call], Together(Ranks("cpu")), repeats=1)
+    # Marks: begin 0, packing 1-2 and 3-4, then twice waiting, unpacking and the engine: 5-10 and 11-16, end 17.
+    phases = report.phases
+    assert phases.total == pytest.approx(17)
+    assert phases.pack == pytest.approx(4)
+    assert phases.exchange == pytest.approx((1, 1))
+    assert phases.compute == pytest.approx((1, 1))
+    # Between the engine calls: 10-11, 12-13, 14-15; before: 0-1, 2-3, 4-5, 6-7, 8-9; after: 16-17.
+    assert phases.wait == pytest.approx(3)
+    assert phases.rest == pytest.approx(6)
+    assert report.exchange_alone > 0
+
+
+def _packing() -> list[Any]:
+    """What the runtime packs and unpacks with."""
+    return [*(vars(exchange)[name] for name in ("pack", "unpack", "unpack_sum")), vars(chunks)["pack"]]
+
+
 def test_watching_leaves_everything_as_it_was() -> None:
     before = (dist.all_to_all_single, dist.batch_isend_irecv, dict(vars(engine_named("torch"))))
+    packing = _packing()
     with watching(torch.device("cpu")):
         assert dist.all_to_all_single is not before[0]
         assert "forward" in vars(engine_named("torch"))
+        assert not any(now is then for now, then in zip(_packing(), packing, strict=True))
+    assert _packing() == packing
     assert (dist.all_to_all_single, dist.batch_isend_irecv, vars(engine_named("torch"))) == before
 
 
@@ -242,7 +297,7 @@ def test_text_report_ends_with_the_speed_ups() -> None:
         _record("dbsp", "2x1", 5.0, rho_before=1.5, rho_after=1.2, rho_gpu=1.2),
     ]
     add_ratios(records)
-    config = {"dtype": "bfloat16", "rounds": 1, "budget_ms": 1.0}
+    config = {"dtype": "bfloat16", "rounds": 1, "budget_ms": 1.0, "exchange_chunks": "auto"}
     text = text_report(
         {"config": config, "num_ranks": 2, "devices": ["x"], "git": None, "missing": {}, "records": records}
     )

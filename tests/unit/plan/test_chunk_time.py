@@ -1,0 +1,30 @@
+"""Time of a layer in chunks of heads, and how many make it shortest."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_megatron.plan.chunk_time import MOST_CHUNKS, best_num_chunks, most_chunks, pipelined_us
+
+
+def test_pipelined_us_leaves_the_first_and_last_exchange_in_the_open() -> None:
+    assert pipelined_us(400.0, 1000.0, 1) == pytest.approx(1400.0)
+    assert pipelined_us(400.0, 1000.0, 2) == pytest.approx(200 + 1000 + 60)
+    # More to exchange than to compute: it cannot be hidden.
+    assert pipelined_us(4000.0, 100.0, 4) == pytest.approx(1000 + 3000 + 180)
+
+
+def test_best_num_chunks_splits_only_where_it_gains() -> None:
+    assert best_num_chunks(0.0, 1000.0) == 1
+    assert best_num_chunks(100.0, 1000.0) == 1
+    assert best_num_chunks(400.0, 1000.0) == 3
+    assert best_num_chunks(400.0, 1000.0, most=2) == 2
+    assert best_num_chunks(4000.0, 20000.0) == 4
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "kv_heads", "most"),
+    [(1, 12, 1), (2, 12, MOST_CHUNKS), (4, 12, 3), (8, 12, 1), (8, 4, 1), (2, 1, 1)],
+)
+def test_most_chunks_leaves_every_rank_heads_in_each(ulysses: int, kv_heads: int, most: int) -> None:
+    assert most_chunks(ulysses, kv_heads) == most
