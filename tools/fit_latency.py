@@ -28,6 +28,7 @@ import torch.distributed as dist
 from dbsp_megatron import __version__
 from dbsp_megatron.attention.engines import Engine, check_engine, choose_engine
 from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.kernels.block_sparse_attention.lists import multiprocessors
 from dbsp_megatron.observability.environment import collect_environment, device_names
 from dbsp_megatron.plan import rates as plan_rates
 from dbsp_megatron.plan.calibration import Calibration, KernelRate, LinkCurve, fit_curve, fit_rate
@@ -301,6 +302,7 @@ def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
         kernels=tuple(rates),
         links=tuple(curves),
         plan_us=plan_us,
+        num_multiprocessors=multiprocessors(ranks.device) if ranks.device.type == "cuda" else None,
         note=(
             f"tools/fit_latency.py{' --quick' if config.quick else ''}: at most {config.heads} heads and "
             f"{config.seqlen} tokens; median error on masks that were not fitted: {', '.join(map(str, errors))}; "
