@@ -70,7 +70,7 @@ class MaskConfig:
     sink_frames: int | None = None
     """radial, sparse_videogen: first frames that every token attends."""
 
-    global_heads: tuple[int, ...] | None = None
+    global_heads: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
     """duo: heads that are dense."""
 
     sink_tokens: int | None = None
@@ -121,11 +121,15 @@ class MaskConfig:
     def _make(self) -> MaskMethod:
         keys = settings_of(self.method)
         given: dict[str, Any] = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
-        # Lists come from YAML files.
-        return METHODS[self.method](**{key: tuple(x) if isinstance(x, list) else x for key, x in given.items()})
+        return METHODS[self.method](**{key: _as_tuples(x) for key, x in given.items()})
 
     def _schedule(self) -> tuple[int, int, str | None, int]:
         return self.dense_layers, self.dense_steps, self.ramp, self.ramp_steps
+
+
+def _as_tuples(x: Any) -> Any:
+    """Lists come from YAML files, and from checkpoints."""
+    return tuple(map(_as_tuples, x)) if isinstance(x, (list, tuple)) else x
 
 
 def build_mask_method(config: MaskConfig) -> MaskMethod:

@@ -122,3 +122,10 @@ def test_mask_config_is_frozen_and_keyword_only() -> None:
         config.top_p = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
         MaskConfig("topp")  # type: ignore[misc]
+
+
+def test_mask_config_takes_global_heads_of_each_layer_as_nested_lists() -> None:
+    """As they come from a checkpoint, which passed through JSON."""
+    config = MaskConfig(method="duo", global_heads=[[0, 2], [1]])  # type: ignore[arg-type]
+    method = build_mask_method(config)
+    assert method == build_mask_method(MaskConfig(method="duo", global_heads=((0, 2), (1,))))
