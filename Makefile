@@ -65,7 +65,7 @@ endif
 	@$(BIN)/python -c 'from importlib import metadata as m; names = {d.metadata["Name"] for d in m.distributions()}; \
 		print(*(f"{n}=={m.version(n)}" for n in ("torch", "triton") if n in names), sep="\n")' > $(VENV)/torch.txt
 	$(call say,"installing dbsp_megatron (editable) and its dependencies")
-	@$(PIP) install --no-build-isolation -e '.[dev]' -c requirements/$(PY).txt -c $(VENV)/torch.txt
+	@$(PIP) install --no-build-isolation -e '.[dev,diffusers]' -c requirements/$(PY).txt -c $(VENV)/torch.txt
 	$(call say,"installing the demo clips")
 	@$(PIP) install --no-deps -r requirements/demo.txt
 	@touch $@
