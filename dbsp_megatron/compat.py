@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread, as when activations are recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def version_tuple(distribution: str) -> tuple[int, ...] | None:
     """Numeric release of an installed distribution.
 

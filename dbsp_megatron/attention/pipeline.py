@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.engines import engine_reading
 from dbsp_megatron.attention.exchange import Exchange, start_to_homes, start_to_owners
-from dbsp_megatron.attention.ring import RingWork, ring_backward, ring_forward
+from dbsp_megatron.attention.ring import RingWork, check_recomputed, plan_tensor, ring_backward, ring_forward
 from dbsp_megatron.attention.work import Side
 
 _T = TypeVar("_T")
@@ -123,7 +123,7 @@ class PipelinedAttention(torch.autograd.Function):
                 kept += [q_here, k_here, v_here, part, lse]
                 works.append(work)
         leaving.finish()
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*kept, plan_tensor(chunks[0].work.plan))
         ctx.chunks, ctx.works = chunks, works
         ctx.shapes = (q.shape, k.shape, v.shape)
         return out
@@ -132,7 +132,8 @@ class PipelinedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Run the adjoint."""
-        kept = ctx.saved_tensors
+        *kept, plan = ctx.saved_tensors
+        check_recomputed(plan, ctx.chunks[0].work.plan)
         gradients = [dout.new_empty(shape, dtype=kept[i].dtype) for i, shape in enumerate(ctx.shapes)]
         arriving = _Ahead(lambda chunk: start_to_owners((dout,), (chunk.q_side,), chunk.exchange), ctx.chunks)
         leaving = _Behind()

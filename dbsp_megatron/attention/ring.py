@@ -51,6 +51,26 @@ class RingWork:
     scale: float
     kv_index: Tensor | None
     engine: Engine
+    plan: int = 0
+    """Hash of the plan: what a recompute brings back must be of the same one."""
+
+
+def check_recomputed(saved: Tensor, plan: int) -> None:
+    """Refuse tensors that activation recompute made under another plan than that of the forward pass.
+
+    Raises:
+        ValueError: on every rank alike, as plans are.
+    """
+    if int(saved) != plan:
+        raise ValueError(
+            "activation recompute used another plan than its forward pass, and gradients would be wrong: call "
+            "sp.begin_step(step) before every training step, and run the backward pass before the next step begins"
+        )
+
+
+def plan_tensor(plan: int) -> Tensor:
+    """Host tensor that is saved beside the others."""
+    return torch.tensor(plan, dtype=torch.int64)
 
 
 def _joined(stream: ChunkStream, call: RingCall) -> tuple[Tensor, Tensor]:
@@ -135,7 +155,7 @@ class RingAttention(torch.autograd.Function):
         work = replace(work, engine=engine_reading(work.engine, q, k, v))
         out, lse = ring_forward(q, k, v, work)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, plan_tensor(work.plan))
         ctx.work = work
         return out
 
@@ -143,6 +163,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Run the adjoint."""
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, plan = ctx.saved_tensors
+        check_recomputed(plan, ctx.work.plan)
         dq, dk, dv = ring_backward(q, k, v, out, dout, lse, ctx.work)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

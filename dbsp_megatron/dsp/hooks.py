@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dbsp_megatron.compat import in_backward
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.patterns import parse
-from dbsp_megatron.dsp.run import DspRun, in_backward
+from dbsp_megatron.dsp.run import DspRun
 from dbsp_megatron.dsp.session import DspSession
 from dbsp_megatron.dsp.specs import Boundary, StageSpec, find_modules, find_stages
 from dbsp_megatron.dsp.stages import Stage

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.compat import in_backward
 from dbsp_megatron.dsp.exchange import Move
 from dbsp_megatron.dsp.functions import Gather, GatherCopies, Split, Switch
 from dbsp_megatron.dsp.layout import Layout
@@ -305,8 +306,3 @@ class DspRun:
                     "the stream as the stage before left it"
                 )
         pattern.open(x, self._local(start), where, self._sizes)
-
-
-def in_backward() -> bool:
-    """Whether a backward pass runs in this thread, as when activations are recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)

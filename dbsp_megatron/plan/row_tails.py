@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -85,7 +86,7 @@ class RowTails:
         whole = ~cut_items(items, plan.num_q_blocks)
         by_head = self._of_heads(lengths, plan.q_block_owner)[items[whole, HEAD]]
         # A product is exact here and many times faster than integer scatter.
-        summed = one_hot(items[whole, RANK], ulysses).T @ by_head.reshape(len(by_head), -1)
+        summed = one_hot(items[whole, RANK], ulysses).T @ by_head.reshape(len(by_head), math.prod(by_head.shape[1:]))
         counts: IntArray = summed.astype(np.int64).reshape(ulysses, *by_head.shape[1:])
         for head, begin, end, rank in items[~whole].tolist():
             counts[rank] += _counted(lengths, (head, head + 1), plan.q_block_owner, begin, end)[0]

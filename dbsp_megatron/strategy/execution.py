@@ -22,6 +22,7 @@ from dbsp_megatron.attention.ring import RingAttention, RingSchedule, RingWork
 from dbsp_megatron.attention.ring_schedule import ring_schedule
 from dbsp_megatron.attention.work import Geometry, WorkIndex
 from dbsp_megatron.block_mask import BlockMask
+from dbsp_megatron.comm.agree import digest_int
 from dbsp_megatron.parallel_state import SequenceParallelMesh
 from dbsp_megatron.plan import PartitionPlan
 from dbsp_megatron.plan.head_chunks import head_chunks
@@ -186,6 +187,7 @@ class MeshExecutor:
             scale=call.scale,
             kv_index=None if index.in_order else index.kv_index,
             engine=call.engine,
+            plan=digest_int(plan.digest),
         )
         return HeadChunk(index.q_side, index.kv_side, self._exchange(index), work)
 

@@ -110,7 +110,11 @@ class LayerRunner:
             "layer and step": digest_int(layer, step),
             "partition plan": digest_int(plan.digest) if plan else 0,
         }
-        agree(where, problem, beliefs, self.groups.control_group)
+        try:
+            agree(where, problem, beliefs, self.groups.control_group)
+        except ValueError:
+            self.planning.refused()
+            raise
         if call is None:
             raise ValueError(f"{where}: {problem}")
 

@@ -46,6 +46,10 @@ class Planning(ABC):
     def stats(self) -> dict[str, float]:
         """`plan_reuse`, `plan_regret`, `replans_per_step` and `mesh_changes`, for logs."""
 
+    def refused(self) -> None:
+        """Forgets what one rank may have decided alone: a call was refused, on every rank."""
+        return
+
     def choice_beliefs(self, call: LayerCall) -> dict[str, int]:
         """What ranks compare once a mesh was chosen, by name; nothing where meshes are fixed."""
         return {}
@@ -88,6 +92,10 @@ class FixedMesh(Planning):
     def knows(self, call: LayerCall) -> bool:
         """Whether there is a plan, or there are counts."""
         return self.cache.knows(call.layer, call.plan_key)
+
+    def refused(self) -> None:
+        """All plans: `peek` makes them before ranks agree."""
+        self.cache.clear()
 
     def stats(self) -> dict[str, float]:
         """Of the cache."""

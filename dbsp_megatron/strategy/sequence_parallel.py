@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from dbsp_megatron.attention.api import check_qkv, softmax_scale
 from dbsp_megatron.attention.engines import Engine, attention_class, check_engine, choose_engine
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import agree
+from dbsp_megatron.compat import in_backward
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
 from dbsp_megatron.plan import PartitionPlan, PlanCache, ReplanRule, plan_or_stay
@@ -27,6 +27,7 @@ from dbsp_megatron.strategy.auto import Auto
 from dbsp_megatron.strategy.base import get_strategy
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
+from dbsp_megatron.strategy.context import Context, resolve_group
 from dbsp_megatron.strategy.counts import gather_mask
 from dbsp_megatron.strategy.layer import LayerRunner
 from dbsp_megatron.strategy.layout import TokenLayout
@@ -37,22 +38,6 @@ from dbsp_megatron.strategy.selection import MeshSelection
 _MAX_LAYOUTS = 64
 _KEPT_ROWS = 1 << 20
 """Mask rows up to this many blocks per layer are kept for `layer_mask`."""
-
-
-@dataclass(frozen=True)
-class _Context:
-    layout: TokenLayout | None = None
-    mask: BlockMask | MaskMethod | None = None
-    grid: tuple[int, int, int] | None = None
-
-
-def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """None for a single rank, so that nothing is ever sent there."""
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError("group must be a process group that this rank is a member of")
-    return None if group is None or group.size() == 1 else group
 
 
 class SequenceParallel:
@@ -77,7 +62,7 @@ class SequenceParallel:
         self.config = config
         if pg_collection is not None:
             group = getattr(pg_collection, "cp", None)
-        group = _resolve_group(group)
+        group = resolve_group(group)
         size = 1 if group is None else group.size()
         problem: ValueError | NotImplementedError | None = None
         files = 0
@@ -107,9 +92,10 @@ class SequenceParallel:
         self.records = StepRecords()
         self._runner = LayerRunner(self.config, self.strategy, self.groups, self._planning)
         self._layouts: OrderedDict[tuple[int, int], TokenLayout] = OrderedDict()
-        self._context: list[_Context] = []
+        self._context: list[Context] = []
         self._step: int | None = None
         self._calls = 0
+        self._step_of_layer: dict[int, int] = {}
         self._destroyed = False
         self._rows: dict[int, tuple[Tensor | BlockMask, TokenLayout, PartitionPlan]] = {}
 
@@ -182,6 +168,8 @@ class SequenceParallel:
 
         Without it, every attention call counts as a step of its own.
         """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step must be an integer >= 0, got {step!r}: pass the number of the step")
         self._step = step
         self.records.start()
         self._runner.traffic.bytes_sent = 0
@@ -197,7 +185,7 @@ class SequenceParallel:
 
         With activation recompute the backward pass calls them again: keep it inside too.
         """
-        self._context.append(_Context(layout, mask, grid))
+        self._context.append(Context(layout, mask, grid))
         try:
             yield self
         finally:
@@ -223,6 +211,7 @@ class SequenceParallel:
         layout, context = self.context_layout, self._context[-1]
         return self.attention(q, k, v, mask=context.mask, layer=layer, layout=layout, scale=scale, grid=context.grid)
 
+    @torch.compiler.disable
     def attention(
         self,
         q: Tensor,
@@ -254,29 +243,43 @@ class SequenceParallel:
         Raises:
             ValueError: on every rank alike: inputs do not fit, or ranks hold different masks, shapes or plans.
         """
-        step = self._calls if self._step is None else self._step
-        self._calls += 1
-        if self._step is None:
-            self.records.start()
+        step = self._number_of(layer)
         call: LayerCall | None = None
         problem: str | None = None
         try:
             layout = self._find_layout(mask) if layout is None else layout
             self._check(q, k, v, mask, layout)
-            if not isinstance(layer, int) or layer < 0:
+            if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
                 raise ValueError(f"layer must be an integer >= 0, got {layer!r}")
             scale = softmax_scale(scale, q.shape[-1])
             if mask is None:
                 size = layout.block_size
                 mask = BlockMask.dense(q.shape[2], layout.seqlen, block_size_q=size, block_size_k=size)
             engine = self._choose_engine(q, k, v, mask, layout)
-            call = LayerCall(q, k, v, mask, layer, step, layout, scale, grid, engine)
+            made = LayerCall(q, k, v, mask, layer, step, layout, scale, grid, engine)
+            # A user's mask method says what it is and needs: what it raises is told to all ranks, too.
+            _ = (made.shape_digest, made.mask_digest)
+            call = made
         except ValueError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"{type(error).__name__}: {error}"
         out, rows, plan = self._runner.run(call, problem, layer, step, self.records)
         if call is not None and (isinstance(rows, BlockMask) or rows.numel() <= _KEPT_ROWS):
             self._rows[layer] = (rows, call.layout, plan)
         return out
+
+    def _number_of(self, layer: int) -> int:
+        """Step of a call: the one begun, else each call counts, but for activation recompute, which repeats one."""
+        if self._step is not None:
+            return self._step
+        key = layer if isinstance(layer, int) else -1
+        if in_backward() and key in self._step_of_layer:
+            return self._step_of_layer[key]
+        step = self._step_of_layer[key] = self._calls
+        self._calls += 1
+        self.records.start()
+        return step
 
     def _choose_engine(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod, layout: TokenLayout
