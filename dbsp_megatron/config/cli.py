@@ -27,6 +27,7 @@ TRAIN_ALIASES = {
     "--data": "--data.paths",
     "--steps": "--train.steps",
     "--name": "--run.name",
+    "--init-from": "--run.init_from",
     "--engine": "--train.engine",
     "--wandb": "--wandb.mode",
     "--skip-bad-data": "--data.skip_bad_data",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dbsp_megatron.config.resolve import ResolvedRun, count_parameters, resolve_mesh
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, SampleConfig
@@ -40,13 +40,24 @@ class TrainConfig:
                 f"optim.warmup_steps must be at most train.steps={self.train.steps}, got {self.optim.warmup_steps}"
             )
 
+    def load_model(self) -> DiTConfig:
+        """The description that `model` names, with the coarse branch that `train.coarse_branch` asks for.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        model, wanted = load_model_config(self.model), self.train.coarse_branch
+        if wanted == "auto":
+            return replace(model, coarse_branch=model.coarse_branch or self.mask.method == "vsa")
+        return replace(model, coarse_branch=wanted == "always")
+
     def validate(self, world_size: int) -> ResolvedRun:
         """Check the sections against one another, the model and a number of processes.
 
         Raises:
             ValueError: they do not fit.
         """
-        model = load_model_config(self.model)
+        model = self.load_model()
         check_pixel_model(model, self.model, self.data)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads)
         unit = mesh.dp_size * self.train.micro_batch_size

@@ -71,6 +71,9 @@ class LoopConfig:
     """Distribution of training timesteps."""
     timestep_shift: float = 1.0
     """Moves timesteps towards noise; above 1 for long sequences, 1 for none."""
+    coarse_branch: Literal["auto", "always", "never"] = "auto"
+    """Whether the model has VSA's coarse branch (attention of block means through learned gates, without effect at
+    first); auto gives it to mask.method=vsa, and where the model file has it."""
     context: str = ""
     """Safetensors file of text features [L, text_dim] for models with text: named like a clip's file, or `context` for
     all; empty trains without text (zeros)."""
@@ -128,6 +131,9 @@ class RunConfig:
     """Folder of all runs."""
     resume: str = "auto"
     """auto: from the newest good checkpoint of this run, if any; never; or the path of a checkpoint or run."""
+    init_from: str = ""
+    """Run or checkpoint whose weights a new run starts from: fine-tuning, with step 0, a fresh optimizer and a mask of
+    its own. Without effect once the run has a checkpoint to resume from."""
     plots: bool = True
     """Draw loss, imbalance and masks at the end."""
     stop_file: str = ""
@@ -137,6 +143,13 @@ class RunConfig:
         plain = bool(self.name) and self.name not in (".", "..") and "/" not in self.name and self.name.isprintable()
         _require(plain, "run.name", "a folder name without '/'", self.name, "use run.root for the folder above")
         _require(bool(self.resume), "run.resume", "auto, never or a path", self.resume)
+        _require(
+            not self.init_from or self.resume in ("auto", "never"),
+            "run.init_from",
+            f"empty with run.resume={self.resume}",
+            self.init_from,
+            "resume goes on with step and optimizer of a checkpoint, init_from takes its weights only: choose one",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

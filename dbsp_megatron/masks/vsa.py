@@ -1,4 +1,4 @@
-"""VSA: the blocks that pooled attention picks, as the fine stage of a trainable pair of stages."""
+"""VSA: the blocks that pooled attention picks, for the fine stage of a trainable pair of stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class VsaMask(TopKMask):
 
     Source:
         VSA (arXiv:2505.13389), its fine stage. Scores are those of its coarse stage. The selection has no gradient
-        there either; the coarse stage's output and the gates, through which it learns, are not made here.
+        there either. The coarse stage's output and the gates belong to the model (`DiTConfig.coarse_branch`, which
+        training turns on with this method): through them gradients reach the block means.
     """
 
     density: float = 0.125

@@ -41,26 +41,46 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
 
-    def load_tensors(self, tensors: Mapping[str, Tensor], world: World) -> None:
+    def load_tensors(
+        self, tensors: Mapping[str, Tensor], world: World, *, may_differ: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Fill `tensors` in place, by name; every rank calls.
+
+        Args:
+            tensors: what to fill; the checkpoint may hold more.
+            world: all ranks.
+            may_differ: names that only one of model and checkpoint may have. Those that the checkpoint lacks stay as
+                they are, those that the model lacks are left out; both are said in one line.
 
         Raises:
             ValueError: a name or shape is not in the checkpoint.
         """
+        wanted = dict(tensors)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                dcp.load(
-                    dict(tensors),
-                    storage_reader=dcp.HuggingFaceStorageReader(str(self.path)),
-                    no_dist=world.size == 1,
-                )
+                reader = dcp.HuggingFaceStorageReader(str(self.path))
+                stored = reader.read_metadata().state_dict_metadata
+                lacking = [name for name in tensors if name not in stored and may_differ(name)]
+                for name in lacking:
+                    del wanted[name]
+                dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
         except (dcp.CheckpointException, RuntimeError, ValueError, AssertionError) as error:
             reason = str(error).strip().splitlines()
             raise ValueError(
                 f"{self.path} does not fit this model: {reason[-1] if reason else type(error).__name__}; "
                 "use the model configuration it was written with"
             ) from error
+        kinds = {name.split(".")[0] for name in tensors}
+        unused = [name for name in stored if name not in tensors and may_differ(name) and name.split(".")[0] in kinds]
+        if lacking and world.is_main:
+            logger.warning("%s lacks %s: they keep their initial values", self.path, _name_some(lacking))
+        if unused and world.is_main:
+            logger.warning("%s also holds %s, which this model has no place for", self.path, _name_some(unused))
+
+
+def _name_some(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({names[0]}{', ...' if len(names) > 1 else ''})"
 
 
 def save_checkpoint(

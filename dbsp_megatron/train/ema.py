@@ -34,6 +34,13 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew at the present weights."""
+        self.num_updates = 0
+        for name, average in self.tensors.items():
+            average.copy_(self._parameters[name])
+
+    @torch.no_grad()
     def copy_to(self, module: nn.Module) -> None:
         """Overwrite the parameters of `module` (same names) with the average."""
         for name, parameter in module.named_parameters():

@@ -74,11 +74,15 @@ class NativeEngine:
     def tensors(self) -> dict[str, Tensor]:
         """Everything to save, by name; the live tensors."""
         named = dict(self.module.named_parameters())
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        tensors = self.weights()
         if self.ema is not None:
             tensors.update({f"ema.{name}": tensor for name, tensor in self.ema.tensors.items()})
         tensors.update({f"optim.{name}": tensor for name, tensor in state_tensors(self._optimizer, named).items()})
         return tensors
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live weights, named as in `tensors`."""
+        return {f"model.{name}": parameter.detach() for name, parameter in self.module.named_parameters()}
 
     def prepare_load(self, num_steps_done: int) -> dict[str, Tensor]:
         """Like `tensors`, with optimizer state made for a run that has done `num_steps_done` steps: to load into."""

@@ -15,7 +15,8 @@ from torch import Tensor
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.data import BatchPlan, PixelPatchEncoder, VideoDataset, iter_validation
-from dbsp_megatron.models.dit import DiTConfig, VideoDiT, load_model_config
+from dbsp_megatron.models.dit import DiTConfig, VideoDiT
+from dbsp_megatron.models.dit.coarse import in_coarse_branch
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train import flow_matching
@@ -79,9 +80,11 @@ class Trainer:
         self.steps_done = 0
         self._last_saved = -1
         if checkpoint is not None:
-            checkpoint.load_tensors(self.engine.prepare_load(checkpoint.step), world)
+            checkpoint.load_tensors(self.engine.prepare_load(checkpoint.step), world, may_differ=in_coarse_branch)
             self.steps_done = self._last_saved = checkpoint.step
             logger.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
+        elif config.run.init_from:
+            self._start_from(open_checkpoint(Path(config.run.init_from), world))
 
     @property
     def checkpoints(self) -> Path:
@@ -189,8 +192,12 @@ class Trainer:
         return flow_matching.squared_error_sum(predicted, flow_matching.velocity(data, noise))
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over the held-out clips, each counted once however many ranks there are; collective."""
+    def evaluate(self, draws: int = 1) -> float:
+        """Mean loss over the held-out clips, each counted once however many ranks there are; collective.
+
+        Args:
+            draws: timesteps and noises of each clip.
+        """
         sums = torch.zeros(2, dtype=torch.float64)
         self.engine.module.eval()
         sharded, self.sharded.module = self.sharded.module, self.engine.module
@@ -199,9 +206,9 @@ class Trainer:
             if index is not None:
                 batch = self.loader.load([self.num_train + index])
                 with self.sharded.session(batch.grid):
-                    # Always the draws of step 0: losses of different steps are to be comparable.
-                    sums[0] += float(self._loss_sum(batch, 0))
-                sums[1] += len(self.sharded.video_positions(batch.grid)) * self.model_config.patch_out_dim
+                    # Always the draws of the first steps: losses of different steps are to be comparable.
+                    sums[0] += sum(float(self._loss_sum(batch, draw)) for draw in range(draws))
+                sums[1] += draws * len(self.sharded.video_positions(batch.grid)) * self.model_config.patch_out_dim
         self.sharded.module = sharded
         self.engine.module.train()
         total, count = self.world.sum(sums).tolist()
@@ -223,6 +230,13 @@ class Trainer:
             self.checkpoints, self.steps_done, tensors, state, self.world, keep_last=self.config.train.keep_last
         )
         self._last_saved = self.steps_done
+
+    def _start_from(self, checkpoint: Checkpoint) -> None:
+        """Take the weights of a checkpoint, and nothing else of it."""
+        checkpoint.load_tensors(self.engine.weights(), self.world, may_differ=in_coarse_branch)
+        if self.engine.ema is not None:
+            self.engine.ema.restart()
+        logger.info("weights of %s (step %d)", checkpoint.path, checkpoint.step)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.steps_done % every == 0
@@ -257,7 +271,7 @@ def checkpoint_folder(config: TrainConfig) -> Path:
 
 
 def _model_config(config: TrainConfig) -> DiTConfig:
-    model = load_model_config(config.model)
+    model = config.load_model()
     recompute = "full" if config.train.recompute else model.recompute
     return dataclasses.replace(model, init_seed=config.train.seed, recompute=recompute)
 

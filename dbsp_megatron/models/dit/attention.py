@@ -95,6 +95,7 @@ class DiTSelfAttention(MegatronModule):
         core_attention: What computes the attention of [s, b, h, d] tensors; Megatron's `core_attention` contract.
         dual_stream: Separate projections for text and video tokens.
         output_bias: Whether the output projection has a bias.
+        coarse_branch: A `CoarseBranch`, or None.
         pg_collection: Process groups.
     """
 
@@ -107,6 +108,7 @@ class DiTSelfAttention(MegatronModule):
         core_attention: CoreAttention,
         dual_stream: bool = False,
         output_bias: bool = True,
+        coarse_branch: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
@@ -124,6 +126,11 @@ class DiTSelfAttention(MegatronModule):
             softmax_scale=None,
             pg_collection=pg_collection,
         )
+        self.coarse_branch = (
+            None
+            if coarse_branch is None
+            else build_module(coarse_branch, config=config, dual_stream=dual_stream, tp_group=tp_group)
+        )
         self.linear_proj = _row(config, dit, tp_group, bias=output_bias)
         self.text_linear_proj = _row(config, dit, tp_group, bias=output_bias) if dual_stream else None
 
@@ -140,6 +147,9 @@ class DiTSelfAttention(MegatronModule):
         out = self.core_attention(
             q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None
         )
+        if self.coarse_branch is not None:
+            # Behind the attention of tokens, in which ranks have made sure that their tensors fit together.
+            out = self.coarse_branch(out, q, k, v, x, tokens)
         if self.text_linear_proj is None:
             projected: Tensor = self.linear_proj(out)[0]
             return projected

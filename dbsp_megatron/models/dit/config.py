@@ -97,6 +97,9 @@ class DiTConfig:
     """Whether the modulated layer norms have a weight and bias of their own."""
     final_norm: bool = False
     """An additional affine layer norm before the modulated norm of the output layer."""
+    coarse_branch: bool = False
+    """VSA's coarse branch: every self-attention adds attention of block means through learned gates, which start
+    without effect."""
     recompute: Recompute = "none"
     """`full`: keep only layer inputs and compute each layer again in the backward pass."""
     init_seed: int = 0
@@ -113,6 +116,8 @@ class DiTConfig:
         for name in ("num_kv_heads", "head_dim", "ffn_hidden_size", "out_channels", "text_dim", "time_embed_dim"):
             if getattr(self, name) is not None:
                 _positive_int(name, getattr(self, name))
+        if not isinstance(self.coarse_branch, bool):
+            raise ValueError(f"coarse_branch must be true or false; got {self.coarse_branch!r}")
         _positive_int("num_single_layers", self.num_single_layers, minimum=0)
         _positive_int("text_len", self.text_len, minimum=0)
         self._check_heads()

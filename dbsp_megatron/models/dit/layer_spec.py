@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dbsp_megatron.compat import group_size
 from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
+from dbsp_megatron.models.dit.coarse import CoarseBranch
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules, SingleStreamLayer
 from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
@@ -87,22 +88,28 @@ def default_core_attention(sp: object | None) -> ModuleSpec:
     return ModuleSpec(module=DualBalancedAttention, params={"sp": sp})
 
 
-def dit_block_spec(dit: DiTConfig, core_attention: CoreAttention) -> TransformerBlockSubmodules:
+def dit_block_spec(
+    dit: DiTConfig, core_attention: CoreAttention, sp: object | None = None
+) -> TransformerBlockSubmodules:
     """The layers of a DiT.
 
     Args:
         dit: The model description.
         core_attention: Module class or spec that follows Megatron's core_attention contract.
+        sp: What the coarse branch, if the model has one, communicates through; None takes the registered one.
     """
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))
     dual_stream = dit.text == "dual_stream"
+    attention = {"dit": dit, "core_attention": core_attention}
+    if dit.coarse_branch:
+        attention["coarse_branch"] = ModuleSpec(module=CoarseBranch, params={"dit": dit, "sp": sp})
     layer = ModuleSpec(
         module=DiTLayer,
         params={"dit": dit, "num_streams": 2 if dit.has_joint_text else 1},
         submodules=DiTLayerSubmodules(
             self_attention=ModuleSpec(
                 module=DiTSelfAttention,
-                params={"dit": dit, "core_attention": core_attention, "dual_stream": dual_stream},
+                params=attention | {"dual_stream": dual_stream},
             ),
             cross_attention=(
                 ModuleSpec(module=DiTCrossAttention, params={"dit": dit}) if dit.text == "cross" else None
@@ -117,7 +124,7 @@ def dit_block_spec(dit: DiTConfig, core_attention: CoreAttention) -> Transformer
         submodules=DiTLayerSubmodules(
             self_attention=ModuleSpec(
                 module=DiTSelfAttention,
-                params={"dit": dit, "core_attention": core_attention, "output_bias": False},
+                params=attention | {"output_bias": False},
             ),
             mlp=mlp,
         ),

@@ -31,7 +31,7 @@ class VideoDiT(MegatronModule):
 
     Args:
         config: The model description.
-        sp: What the self-attention communicates through; None for one rank.
+        sp: What the self-attention (and its coarse branch) communicates through; None for one rank.
         pg_collection: Megatron's process groups; None takes those of `parallel_state` if it is initialised, else none:
             a single process needs neither `torch.distributed` nor Megatron's groups.
         core_attention: Replaces the self-attention core, for tests and other attention back ends.
@@ -69,7 +69,7 @@ class VideoDiT(MegatronModule):
         self.text_proj = None if config.text == "none" else TextProjection(config, dtype)
         core = default_core_attention(sp) if core_attention is None else core_attention
         self.block = DiTBlock(
-            self.config, dit_block_spec(config, core), recompute=config.recompute, pg_collection=groups
+            self.config, dit_block_spec(config, core, sp), recompute=config.recompute, pg_collection=groups
         )
         self.output = OutputLayer(self.config, dit=config, tp_group=groups.tp)
         self._locate = TokenLocator(

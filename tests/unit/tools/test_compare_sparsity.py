@@ -23,7 +23,7 @@ def _run(losses: tuple[float, float], density: float) -> dict[str, Any]:
 
 
 def _record() -> dict[str, Any]:
-    runs = {}
+    runs: dict[str, Any] = {}
     for seed in (0, 1):
         runs |= {
             f"{seed} pretrain": _run((3.0, 1.0), 1.0),

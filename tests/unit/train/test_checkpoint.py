@@ -162,3 +162,36 @@ def test_ranks_write_each_tensor_once_and_choose_alike(tmp_path: Path) -> None:
     found = find_checkpoint(tmp_path, WORLD)
     assert found is not None
     assert found.step == 1
+
+
+def test_load_tensors_allows_named_differences_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the checkpoint lacks stays as it is, what the model lacks is left out; each said in one line."""
+    _save(tmp_path, 4)
+    found = open_checkpoint(tmp_path, WORLD)
+    wanted = {"model.weight": torch.zeros(3, 5), "model.new.a": torch.ones(2), "model.new.b": torch.ones(3)}
+    with pytest.raises(ValueError, match="does not fit this model"):
+        found.load_tensors(wanted, WORLD)
+    with caplog.at_level(logging.WARNING):
+        found.load_tensors(wanted, WORLD, may_differ=lambda name: "new" in name or "half" in name)
+    assert torch.equal(wanted["model.weight"], _tensors(4)["model.weight"])
+    assert torch.equal(wanted["model.new.a"], torch.ones(2))
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("train.checkpoint")]
+    assert len(said) == 2
+    assert "lacks 2 tensors (model.new.a, ...)" in said[0]
+    assert "also holds 1 tensor (model.half)" in said[1]
+    with pytest.raises(ValueError, match="does not fit this model"):
+        found.load_tensors({"model.other": torch.zeros(1)}, WORLD, may_differ=lambda name: "new" in name)
+
+
+def test_load_tensors_says_nothing_of_kinds_that_are_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights alone: averages and moments of a checkpoint are not missed."""
+    _save(tmp_path, 4)
+    with caplog.at_level(logging.WARNING):
+        open_checkpoint(tmp_path, WORLD).load_tensors(
+            {"model.weight": torch.zeros(3, 5)}, WORLD, may_differ=lambda _: True
+        )
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("train.checkpoint")]
+    assert len(said) == 1
+    assert "1 tensor (model.half)" in said[0]

@@ -40,3 +40,15 @@ def test_ema_is_fp32_and_copies_back() -> None:
 def test_ema_rejects_decay(decay: float) -> None:
     with pytest.raises(ValueError, match=r"train\.ema_decay"):
         Ema([], decay)
+
+
+def test_ema_restarts_at_the_present_weights() -> None:
+    """As a new average would, ramp included."""
+    layer = nn.Linear(3, 2)
+    ema = Ema(layer.named_parameters(), decay=0.9)
+    ema.update()
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    ema.restart()
+    assert ema.num_updates == 0
+    assert torch.equal(ema.tensors["weight"], layer.weight)
