@@ -60,14 +60,8 @@ class Gather(Function):
         return Split.apply(grad, *ctx.where), None, None, None
 
 
-class GatherCopies(Function):
+class GatherCopies(Gather):
     """Pieces -> a copy of the whole for each rank; the adjoint takes the own piece of the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: DspGroup, dim: int, lengths: tuple[int, ...]) -> Tensor:
-        """Run it."""
-        ctx.where = (group, dim, lengths)
-        return join_pieces(x, group, dim, lengths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

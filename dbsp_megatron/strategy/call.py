@@ -6,6 +6,7 @@ Dims: B batch, s tokens of this rank, H/Hkv heads, D/Dv head dims.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class LayerCall:
         blocks = (self.mask.block_size_q, self.mask.block_size_k) if isinstance(self.mask, BlockMask) else ()
         return (*self.layout.key, self.q.shape[0], self.q.shape[2], self.k.shape[2], *blocks)
 
-    @property
+    @cached_property
     def shape_digest(self) -> int:
         """Equal on ranks whose tensors fit together."""
         q, v = self.q, self.v
@@ -106,7 +107,7 @@ class LayerCall:
         """Whether a backward pass may follow, which all ranks must then take part in."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
-    @property
+    @cached_property
     def mask_digest(self) -> int:
         """Equal on ranks with equal masks or methods."""
         if isinstance(self.mask, BlockMask):
