@@ -17,6 +17,8 @@ from .atomic_file import atomic_path, set_aside, write_text
 from .environment import collect_environment
 from .redact import redact_mapping
 
+DONE_NAME = "done.json"
+
 
 class RunFolder:
     """Creates `root/name` and writes the files that say what was run, and where.
@@ -68,6 +70,16 @@ class RunFolder:
         if self.is_main:
             facts = collect_environment(world_size=world_size, argv=argv)
             self._write("environment.json", json.dumps(facts, indent=2) + "\n")
+
+    def mark_done(self, step: int) -> None:
+        """Write `done.json`: the run reached its last step. Launchers judge by it, not by an exit code."""
+        if self.is_main:
+            write_text(self.path / DONE_NAME, json.dumps({"step": step}) + "\n")
+
+    def clear_done(self) -> None:
+        """Remove the mark of an earlier end, as the run goes on."""
+        if self.is_main:
+            (self.path / DONE_NAME).unlink(missing_ok=True)
 
     def save_arrays(self, name: str, **arrays: np.ndarray) -> None:
         """Save named arrays (no pickled objects) to `<folder>/<name>.npz`, as read by `tools/plot_metrics.py`.

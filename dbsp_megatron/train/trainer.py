@@ -104,6 +104,8 @@ class Trainer:
         folder.write_environment(world_size=world.size)
         report = RunReport(folder, world, self.sp)
         resume_step = self.steps_done or None
+        if self.steps_done < config.train.steps:
+            folder.clear_done()
         with (
             MetricLogger(
                 folder, config.wandb, world.is_main, dataclasses.asdict(config), resume_step=resume_step
@@ -129,6 +131,7 @@ class Trainer:
                     )
                     return 0
             self.save()
+        folder.mark_done(self.steps_done)
         return report.finish(self.config)
 
     def train_step(self, step: int) -> dict[str, Any]:

@@ -83,3 +83,14 @@ def test_save_arrays_round_trips_without_pickle(tmp_path: Path) -> None:
         assert arrays["mask"].trace() == 5
         assert arrays["loads"].shape == (2, 3)
     assert len(list((folder.path / "partitions").iterdir())) == 1
+
+
+def test_mark_done_lasts_until_the_run_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "a")
+    folder.mark_done(7)
+    assert json.loads((tmp_path / "a" / "done.json").read_text()) == {"step": 7}
+    RunFolder(tmp_path, "a", is_main=False).clear_done()
+    assert (tmp_path / "a" / "done.json").exists()
+    folder.clear_done()
+    folder.clear_done()
+    assert not (tmp_path / "a" / "done.json").exists()
