@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 
 import torch
@@ -25,6 +26,9 @@ DESIGN = (
 )
 """Masks of a fit: divisor of the heads, divisor of the q-blocks, density. Blocks vary apart from rows."""
 _WARM_UP = 2
+_LEAST_ROUNDS = 2
+"""Timings behind a figure when time runs out."""
+_USUAL_TIMEOUT_S, _LEAST_TIMEOUT_S = 600.0, 120.0
 HELD_OUT = ("skewed heads", "skewed rows", "band and hot columns", "full rows")
 """Masks that no fit sees, of the kinds that trained models have."""
 
@@ -32,13 +36,22 @@ HELD_OUT = ("skewed heads", "skewed rows", "band and hot columns", "full rows")
 class Ranks:
     """The ranks that measure together; a single one without torch.distributed.
 
+    Args:
+        device: `cpu` or `cuda`.
+        max_seconds: time that measuring may take; a rank that waits much longer for another ends with an error.
+
     Raises:
-        ValueError: ranks do not spread evenly over nodes, or lack devices.
+        ValueError: the launcher does not say how ranks spread over nodes, they do so unevenly, or lack devices.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, max_seconds: float | None = None) -> None:
         running = dist.is_initialized()
         self.size = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
+        if not running and self.size > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE must say how many of the {self.size} ranks share a node, it is not set: links "
+                "in nodes and between nodes are measured apart; start with torchrun, or set it"
+            )
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.size)))
         if not 1 <= self.local_size <= self.size or self.size % self.local_size:
             raise ValueError(
@@ -57,7 +70,8 @@ class Ranks:
             torch.cuda.set_device(self.device)
         self._made = not running and self.size > 1
         if self._made:
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            seconds = _USUAL_TIMEOUT_S if max_seconds is None else max(_LEAST_TIMEOUT_S, 2 * max_seconds)
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.group = dist.group.WORLD if self.size > 1 else None
 
@@ -202,8 +216,18 @@ def held_out_mask(name: str, heads: int, num: int, generator: torch.Generator) -
     return torch.rand(density.shape, generator=generator, device=device) < density
 
 
-def time_launches(engine: Engine, shape: LaunchShape, repeats: int, device: torch.device) -> list[TimedLaunch]:
-    """Forward and backward of every mask; the masks take turns, so that clocks drift alike for all."""
+def time_launches(
+    engine: Engine, shape: LaunchShape, repeats: int, device: torch.device, deadline: float | None = None
+) -> list[TimedLaunch]:
+    """Forward and backward of every mask; the masks take turns, so that clocks drift alike for all.
+
+    Args:
+        engine: what is launched.
+        shape: the largest launch.
+        repeats: timings behind each figure; fewer, but at least two, once `time.monotonic()` is past the deadline.
+        device: where.
+        deadline: None: none.
+    """
     masks = make_masks(shape, device)
     inputs: dict[tuple[int, int], list[Tensor]] = {}
     calls = []
@@ -224,6 +248,8 @@ def time_launches(engine: Engine, shape: LaunchShape, repeats: int, device: torc
                 # The first round warms up.
                 if repeat:
                     timings.append(us)
+        if deadline is not None and repeat >= _LEAST_ROUNDS and time.monotonic() > deadline:
+            break
     return [
         TimedLaunch(name, int(mask.sum()), mask.shape[1] * mask.shape[2], watch.typical(forward), watch.typical(back))
         for (name, mask), (forward, back) in zip(masks.items(), times, strict=True)
@@ -247,7 +273,12 @@ def _launches(
 
 
 def time_collective(
-    collective: str, sizes: Sequence[int], group: dist.ProcessGroup, ranks: Ranks, repeats: int
+    collective: str,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    ranks: Ranks,
+    repeats: int,
+    deadline: float | None = None,
 ) -> list[tuple[int, float]]:
     """(bytes that this rank sends to others, microseconds) for about each of `sizes`; collective.
 
@@ -259,6 +290,7 @@ def time_collective(
         group: ranks of the collective.
         ranks: all ranks that measure at once.
         repeats: timings behind each figure.
+        deadline: once `time.monotonic()` is past it on any rank, two timings do.
     """
     watch, flag = Stopwatch(ranks.device), torch.zeros(1, device=ranks.device)
     receivers = 1 if collective == "p2p" else group.size() - 1
@@ -272,6 +304,10 @@ def time_collective(
             )
             if repeat >= _WARM_UP:
                 found.append(us)
+        enough = deadline is not None and repeat + 1 >= _WARM_UP + _LEAST_ROUNDS
+        # All stop together, as they wait for one another in every round.
+        if deadline is not None and enough and ranks.slowest([float(time.monotonic() > deadline)])[0]:
+            break
     return [(piece * receivers, watch.typical(found)) for piece, found in zip(pieces, times, strict=True)]
 
 

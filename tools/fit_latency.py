@@ -3,20 +3,24 @@
 Usage:
     python tools/fit_latency.py --output calibration.json                        (kernels and planning only)
     torchrun --nproc-per-node 8 tools/fit_latency.py --output calibration.json   (also the links between the ranks)
+    srun/torchrun ... tools/fit_latency.py --output runs/x/calibration.json --max-seconds 120 -- --config x.yaml
+                                                                    (before a training run, what that run computes with)
 
 All ranks measure the same, and the slowest one counts, as it does in an attention layer. Links are measured by all
-groups of one size at once. What does not fit is measured again, longer; if it still does not, nothing is written and
-every rank ends with an error.
+groups of one size at once, inside nodes and between nodes apart. What does not fit is measured again, longer; if it
+still does not, nothing is written and every rank ends with an error. A file that holds all of it, for the same machine
+and versions, is kept as it is.
+
+Exit codes: 0 written, or kept; 1 it did not fit, run or end in time; 2 bad flags.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,12 +30,13 @@ import torch
 import torch.distributed as dist
 
 from dbsp_megatron import __version__
-from dbsp_megatron.attention.engines import Engine, check_engine, choose_engine
+from dbsp_megatron.attention.engines import Engine, choose_engine
 from dbsp_megatron.comm.agree import agree, digest_int
 from dbsp_megatron.kernels.block_sparse_attention.lists import multiprocessors
 from dbsp_megatron.observability.environment import collect_environment, device_names
-from dbsp_megatron.plan import rates as plan_rates
 from dbsp_megatron.plan.calibration import Calibration, KernelRate, LinkCurve, fit_curve, fit_rate
+from dbsp_megatron.plan.rates import COLLECTIVES as COLLECTIVES
+from dbsp_megatron.plan.rates import DIRECTIONS as DIRECTIONS
 
 if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -46,120 +51,55 @@ from tools.device_timing import (
     time_launches,
     time_planning,
 )
+from tools.fit_budget import Budget
+from tools.fit_config import FitConfig, FitOptions, parse_flags
+from tools.fit_reuse import Wanted, note_start, why_not_kept
 from tools.held_out import HeldOut, held_out_error
 from tools.tables import aligned
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in plan_rates.DTYPES}
-DIRECTIONS = ("forward", "backward")
-COLLECTIVES = ("all_to_all", "p2p", "all_gather")
-_MIN_HEADS, _MIN_BLOCKS = 4, 16
 _ATTEMPTS = 3
 _PLANNED_RANKS = 8
 _PLANNED_LAYER = {True: (4, 32), False: (40, 1184)}
 """Heads and blocks of the layer that is planned, by `quick`: a model of 40 heads at 75,776 tokens in blocks of 64."""
-
-# By (quick, device); small enough for two CPU cores, or large enough to fill a GPU with a quarter of the rows.
-_DEFAULTS: dict[tuple[bool, str], dict[str, Any]] = {
-    (True, "cpu"): {"dtype": "float32", "head_dim": 16, "block": "8", "heads": 4, "seqlen": 256, "repeats": 9},
-    (False, "cpu"): {"dtype": "float32", "head_dim": 64, "block": "64", "heads": 4, "seqlen": 2048, "repeats": 5},
-    (True, "cuda"): {"dtype": "bfloat16", "head_dim": 128, "block": "64", "heads": 8, "seqlen": 8192, "repeats": 5},
-    (False, "cuda"): {"dtype": "bfloat16", "head_dim": 128, "block": "64", "heads": 16, "seqlen": 32768, "repeats": 9},
-}
 _SIZES = {
     (True, "cpu"): tuple(2**n for n in range(10, 21, 2)),
     (False, "cpu"): tuple(2**n for n in range(10, 25, 2)),
     (True, "cuda"): tuple(2**n for n in range(12, 25, 2)),
     (False, "cuda"): (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26, 2**27, 2**28),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """What is measured.
-
-    Raises:
-        ValueError: a value cannot be measured, or does not exist.
-        NotImplementedError: an engine is not part of this version.
-    """
-
-    device: str
-    """`cpu` or `cuda`."""
-    engines: tuple[str, ...]
-    """Attention engines."""
-    dtypes: tuple[str, ...]
-    """Data types of q, k, v."""
-    head_dims: tuple[int, ...]
-    """Head dimensions."""
-    blocks: tuple[tuple[int, int], ...]
-    """Query and key tokens of a block."""
-    heads: int
-    """Most heads in a launch."""
-    seqlen: int
-    """Most tokens in a launch; its whole blocks are used."""
-    repeats: int
-    """Timings behind each figure."""
-    quick: bool
-    """Whether collectives are small and a small layer is planned."""
-
-    def __post_init__(self) -> None:
-        for engine in self.engines:
-            check_engine(engine)
-        for dtype in self.dtypes:
-            if dtype not in DTYPES:
-                raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}: use one of them")
-        if min(self.head_dims) < 1:
-            raise ValueError(f"--head-dim must be at least 1, got {min(self.head_dims)}: pass the model's")
-        if self.heads < _MIN_HEADS:
-            raise ValueError(
-                f"--heads must be at least {_MIN_HEADS}, got {self.heads}: a quarter of them is measured too"
-            )
-        largest = max(max(block) for block in self.blocks)
-        if self.seqlen < _MIN_BLOCKS * largest:
-            raise ValueError(
-                f"--seqlen must hold at least {_MIN_BLOCKS} blocks of {largest} tokens, got {self.seqlen}: pass "
-                f"{_MIN_BLOCKS * largest} or more"
-            )
-        if self.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {self.repeats}: pass 5 or more for steady figures")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a CUDA device and torch finds none: pass --device cpu")
-
-    def shapes(self) -> list[tuple[str, LaunchShape]]:
-        """Name of the data type and shape of the largest launch, of everything an engine is measured on."""
-        return [
-            (
-                dtype,
-                LaunchShape(
-                    dtype=DTYPES[dtype],
-                    head_dim=head_dim,
-                    block_size_q=block[0],
-                    block_size_k=block[1],
-                    heads=self.heads,
-                    num_blocks=self.seqlen // max(block),
-                ),
-            )
-            for dtype, head_dim, block in product(self.dtypes, self.head_dims, self.blocks)
-        ]
+_SHOWN_GROUPS = 4
+_KERNEL_SHARE, _OTHER_SHARE = 3.0, 1.0
+"""How much longer a kernel may take than a collective, of the time that is left."""
 
 
 def _until_it_fits(
-    case: str, repeats: int, measure: Callable[[int], list[Any]], fit: Callable[[list[Any]], Any]
+    case: str,
+    repeats: int,
+    budget: Budget,
+    share: float,
+    measure: Callable[[int, float | None], list[Any]],
+    fit: Callable[[list[Any]], Any],
 ) -> tuple[list[Any], Any]:
     """What was measured and what was fitted to it. All ranks have equal times, so all try again or all give up."""
-    problem = ""
+    budget.check(case)
+    problem, deadline = "", budget.take(share)
     for attempt in range(_ATTEMPTS):
-        measured = measure(repeats * 2**attempt)
+        measured = measure(repeats * 2**attempt, deadline)
         try:
             return measured, fit(measured)
         except ValueError as error:
             problem = str(error)
+        if budget.is_past(deadline):
+            raise ValueError(f"{case}: {problem}; --max-seconds={budget.max_seconds:g} left no time to try again")
     raise ValueError(f"{case}: {problem}")
 
 
-def _measure_kernel(case: str, engine: Engine, shape: LaunchShape, ranks: Ranks, repeats: int) -> list[TimedLaunch]:
+def _measure_kernel(
+    case: str, engine: Engine, shape: LaunchShape, ranks: Ranks, repeats: int, deadline: float | None
+) -> list[TimedLaunch]:
     problem, timed = None, list[TimedLaunch]()
     try:
-        timed = time_launches(engine, shape, repeats, ranks.device)
+        timed = time_launches(engine, shape, repeats, ranks.device, deadline)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         problem = f"engine {case} does not run here: {error}"
     agree("kernels", problem, {}, ranks.group)
@@ -168,7 +108,7 @@ def _measure_kernel(case: str, engine: Engine, shape: LaunchShape, ranks: Ranks,
 
 
 def _fit_kernel(
-    case: str, engine: Engine, dtype: str, shape: LaunchShape, timed: list[TimedLaunch]
+    case: str, engine: Engine, dtype: str, shape: LaunchShape, accept: bool, timed: list[TimedLaunch]
 ) -> list[tuple[KernelRate, HeldOut]]:
     fitted = [
         fit_rate(
@@ -182,7 +122,7 @@ def _fit_kernel(
         )
         for direction in DIRECTIONS
     ]
-    return [(rate, held_out_error(case, rate, timed[len(DESIGN) :])) for rate in fitted]
+    return [(rate, held_out_error(case, rate, timed[len(DESIGN) :], accept=accept)) for rate in fitted]
 
 
 def _choose(name: str, shape: LaunchShape, ranks: Ranks) -> Engine:
@@ -202,25 +142,35 @@ def _choose(name: str, shape: LaunchShape, ranks: Ranks) -> Engine:
     return engine
 
 
-def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list[HeldOut], list[str]]:
-    """Rates of both directions of everything in `config`, their errors on held-out masks, and a report; collective.
+def fit_kernels(
+    cases: Sequence[tuple[Engine, str, LaunchShape]], config: FitConfig, accept: bool, ranks: Ranks, budget: Budget
+) -> tuple[list[KernelRate], list[HeldOut], list[str]]:
+    """Rates of both directions of all cases, their errors on held-out masks, and a report; collective.
+
+    Args:
+        cases: engine, name of the data type, and shape of the largest launch.
+        config: how often each figure is measured.
+        accept: whether errors on held-out masks may be large.
+        ranks: the ranks that measure.
+        budget: time that is left.
 
     Raises:
-        ValueError: on every rank: an engine does not run on some rank, its times do not fit, or the fit is useless for
-            held-out masks.
+        ValueError: on every rank: an engine does not run on some rank, its times do not fit, the fit is poor for
+            held-out masks, or time is over.
     """
     rates: list[KernelRate] = []
     errors: list[HeldOut] = []
     fits = [("engine", "direction", "alpha us/block", "beta us/row", "gamma us", "R^2", "max residual")]
     checks = [("held-out mask", "direction", "dense blocks", "measured us", "predicted us", "error")]
-    for name, (dtype, shape) in product(config.engines, config.shapes()):
-        engine = _choose(name, shape, ranks)
+    for engine, dtype, shape in cases:
         case = f"{engine.name} {dtype} D{shape.head_dim} {shape.block_size_q}x{shape.block_size_k}"
         timed, found = _until_it_fits(
             case,
             config.repeats,
+            budget,
+            _KERNEL_SHARE,
             partial(_measure_kernel, case, engine, shape, ranks),
-            partial(_fit_kernel, case, engine, dtype, shape),
+            partial(_fit_kernel, case, engine, dtype, shape, accept),
         )
         for rate, error in found:
             rates.append(rate)
@@ -235,9 +185,14 @@ def fit_kernels(config: FitConfig, ranks: Ranks) -> tuple[list[KernelRate], list
 
 
 def _measure_link(
-    collective: str, sizes: Sequence[int], group: dist.ProcessGroup, ranks: Ranks, repeats: int
+    collective: str,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    ranks: Ranks,
+    repeats: int,
+    deadline: float | None,
 ) -> list[tuple[int, float]]:
-    timed = time_collective(collective, sizes, group, ranks, repeats)
+    timed = time_collective(collective, sizes, group, ranks, repeats, deadline)
     return list(zip([sent for sent, _ in timed], ranks.slowest([us for _, us in timed]), strict=True))
 
 
@@ -246,25 +201,30 @@ def _fit_link(collective: str, num_ranks: int, scope: str, timed: list[tuple[int
     return fit_curve(sizes, times, collective=collective, num_ranks=num_ranks, scope=scope)
 
 
-def fit_links(config: FitConfig, ranks: Ranks) -> tuple[list[LinkCurve], list[str]]:
+def fit_links(config: FitConfig, ranks: Ranks, budget: Budget) -> tuple[list[LinkCurve], list[str]]:
     """Curves of every collective for every group size and scope among the ranks, and a report of them; collective.
 
     Raises:
-        ValueError: on every rank: times fall with size.
+        ValueError: on every rank: times fall with size, or time is over.
     """
     if ranks.group is None:
         return [], ["no links: one process (start several with torchrun to measure them)"]
     curves: list[LinkCurve] = []
-    report = [("collective", "scope", "ranks", "bytes sent", "us", "GB/s")]
+    report, who = [("collective", "scope", "ranks", "bytes sent", "us", "GB/s")], list[str]()
     for scope, groups in group_layouts(ranks.size, ranks.local_size):
         # Every rank takes part in making every group.
         made = [(members, dist.new_group(members)) for members in groups]
         group = next(group for members, group in made if ranks.rank in members)
         size = len(groups[0])
+        shown = " ".join(",".join(map(str, members)) for members in groups[:_SHOWN_GROUPS])
+        more = f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else ""
+        who.append(f"{scope}, groups of {size}, all at once: {shown}{more}")
         for collective in COLLECTIVES:
             _, curve = _until_it_fits(
                 f"{collective} of {size} ranks, {scope}",
                 config.repeats,
+                budget,
+                _OTHER_SHARE,
                 partial(_measure_link, collective, _SIZES[config.quick, config.device], group, ranks),
                 partial(_fit_link, collective, size, scope),
             )
@@ -273,41 +233,41 @@ def fit_links(config: FitConfig, ranks: Ranks) -> tuple[list[LinkCurve], list[st
                 report.append((collective, scope, str(size), *figures))
             curves.append(curve)
         dist.destroy_process_group(group)
-    return curves, [aligned(report, 2)]
+    return curves, ["\n".join(who), aligned(report, 2)]
 
 
-def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
+def calibrate(config: FitConfig, options: FitOptions, ranks: Ranks) -> None:
     """Measure everything, print it and write it, both on the first rank; collective.
 
     Raises:
-        ValueError: on every rank alike: flags differ, an engine does not run, times do not fit, or the file cannot be
-            written.
+        ValueError: on every rank alike: flags differ, an engine does not run, times do not fit, time is over, or the
+            file cannot be written.
     """
+    output = options.output
     problem = f"--output {output} is a folder: name a file in it" if output.is_dir() else None
-    agree("fit_latency", problem, {"flags": digest_int(sorted(asdict(config).items()))}, ranks.group)
-    rates, errors, report = fit_kernels(config, ranks)
-    curves, links = fit_links(config, ranks)
+    flags = (sorted(asdict(config).items()), options.max_seconds, options.accept, options.fresh)
+    agree("fit_latency", problem, {"flags": digest_int(*flags)}, ranks.group)
+    asked = product(config.engines, config.shapes())
+    cases = [(_choose(name, shape, ranks), dtype, shape) for name, (dtype, shape) in asked]
+    wanted = _wanted(config, cases, ranks)
+    if not options.fresh and _is_kept(output, wanted, ranks):
+        return
+    shares = _KERNEL_SHARE * len(cases) + _OTHER_SHARE * len(wanted.links)
+    budget = Budget(options.max_seconds, ranks, shares)
+    rates, errors, report = fit_kernels(cases, config, options.accept, ranks, budget)
+    curves, links = fit_links(config, ranks, budget)
     num_planned = ranks.size if ranks.size > 1 else _PLANNED_RANKS
     heads, num_blocks = _PLANNED_LAYER[config.quick]
     plan_us = ranks.slowest([time_planning(heads, num_blocks, num_planned, max(5, config.repeats))])[0]
     planned = f"{heads} heads x {num_blocks} blocks on {num_planned} ranks"
-    versions = {name: version for name, version in collect_environment()["packages"].items() if version}
-    # Also where the package lies on the path without being installed.
-    versions["dbsp_megatron"] = __version__
-    if ranks.device.type == "cuda":
-        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     calibration = Calibration(
-        machine=f"{_device_name(ranks.device)}, {ranks.size // ranks.local_size} node(s) of {ranks.local_size} rank(s)",
-        versions=versions,
+        machine=wanted.machine,
+        versions=wanted.versions,
         kernels=tuple(rates),
         links=tuple(curves),
         plan_us=plan_us,
         num_multiprocessors=multiprocessors(ranks.device) if ranks.device.type == "cuda" else None,
-        note=(
-            f"tools/fit_latency.py{' --quick' if config.quick else ''}: at most {config.heads} heads and "
-            f"{config.seqlen} tokens; median error on masks that were not fitted: {', '.join(map(str, errors))}; "
-            f"planning of {planned}"
-        ),
+        note=f"{wanted.note_start}{', '.join(map(str, errors))}; planning of {planned}",
     )
     problem = None
     if ranks.rank == 0:
@@ -322,6 +282,38 @@ def calibrate(config: FitConfig, ranks: Ranks, output: Path) -> None:
     agree("", problem, {}, ranks.group)
 
 
+def _wanted(config: FitConfig, cases: Sequence[tuple[Engine, str, LaunchShape]], ranks: Ranks) -> Wanted:
+    """What the file will hold; the same on all ranks but for the name of the device."""
+    versions = {name: version for name, version in collect_environment()["packages"].items() if version}
+    # Also where the package lies on the path without being installed.
+    versions["dbsp_megatron"] = __version__
+    if ranks.device.type == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    layouts = [] if ranks.group is None else group_layouts(ranks.size, ranks.local_size)
+    return Wanted(
+        machine=f"{_device_name(ranks.device)}, {ranks.size // ranks.local_size} node(s) of {ranks.local_size} rank(s)",
+        versions=versions,
+        kernels=tuple(
+            (engine.name, direction, dtype, shape.head_dim, shape.block_size_q, shape.block_size_k)
+            for engine, dtype, shape in cases
+            for direction in DIRECTIONS
+        ),
+        links=tuple((collective, len(groups[0]), scope) for scope, groups in layouts for collective in COLLECTIVES),
+        note_start=note_start(config),
+    )
+
+
+def _is_kept(output: Path, wanted: Wanted, ranks: Ranks) -> bool:
+    """Whether the file that is there will do, as the first rank sees it; collective."""
+    reason = why_not_kept(output, wanted) if ranks.rank == 0 else "the first rank decides"
+    kept = ranks.slowest([float(reason is None)])[0] > 0
+    if ranks.rank == 0 and kept:
+        print(f"kept {output}: it was measured on this machine, with these versions and shapes (--fresh: again)")
+    elif ranks.rank == 0 and reason:
+        print(f"{output} is not kept: {reason}", flush=True)
+    return kept
+
+
 def _device_name(device: torch.device) -> str:
     """Name of what was measured: the processor where a machine with accelerators was told to use that."""
     if device.type == "cuda":
@@ -329,64 +321,16 @@ def _device_name(device: torch.device) -> str:
     return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
 
 
-def _block(text: str) -> tuple[int, int]:
-    sizes = [int(size) for size in text.split("x")]
-    if not 1 <= len(sizes) <= 2 or min(sizes) < 1:
-        raise ValueError(text)
-    return sizes[0], sizes[-1]
-
-
-def parse_flags(argv: Sequence[str] | None) -> tuple[FitConfig, Path]:
-    """Command line -> what to measure and the file to write.
-
-    Raises:
-        ValueError: a value cannot be measured.
-        NotImplementedError: an engine is not part of this version.
-    """
-    parser = argparse.ArgumentParser(description="Measure kernels, links and planning for the latency model.")
-    parser.add_argument("--output", type=Path, default=Path("calibration.json"), help="file to write (%(default)s)")
-    parser.add_argument("--engine", nargs="+", default=["auto"], help="attention engines (auto)")
-    parser.add_argument("--dtype", nargs="+", help=f"of {', '.join(DTYPES)}")
-    parser.add_argument("--head-dim", nargs="+", type=int)
-    parser.add_argument("--block", nargs="+", help="tokens of a block: 64, or 128x64 for q and k")
-    parser.add_argument("--heads", type=int, help="most heads in a launch")
-    parser.add_argument("--seqlen", type=int, help="most tokens in a launch")
-    parser.add_argument("--repeats", type=int, help="timings behind each figure")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, in seconds: to see that it works")
-    options = parser.parse_args(argv)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    chosen = {key: getattr(options, key) for key in _DEFAULTS[options.quick, device]}
-    chosen = {k: _DEFAULTS[options.quick, device][k] if v is None else v for k, v in chosen.items()}
-    several = {k: tuple(v) if isinstance(v, list) else (v,) for k, v in chosen.items()}
-    try:
-        blocks = tuple(_block(text) for text in several["block"])
-    except ValueError as error:
-        raise ValueError(f"--block must be like 64 or 128x64, got {error}: pass positive numbers of tokens") from error
-    config = FitConfig(
-        device=device,
-        engines=tuple(options.engine),
-        dtypes=several["dtype"],
-        head_dims=several["head_dim"],
-        blocks=blocks,
-        heads=chosen["heads"],
-        seqlen=chosen["seqlen"],
-        repeats=chosen["repeats"],
-        quick=options.quick,
-    )
-    return config, options.output
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for flags that cannot be, 1 for what did not fit or run."""
     try:
-        config, output = parse_flags(argv)
-        ranks = Ranks(config.device)
+        config, options = parse_flags(sys.argv[1:] if argv is None else argv)
+        ranks = Ranks(config.device, options.max_seconds)
     except (ValueError, NotImplementedError) as error:
         print(f"fit_latency: {error}", file=sys.stderr)
         return 2
     try:
-        calibrate(config, ranks, output)
+        calibrate(config, options, ranks)
     except ValueError as error:
         print(f"fit_latency: {error}", file=sys.stderr)
         return 1

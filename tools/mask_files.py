@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dbsp_megatron.masks.mask_file import FORMAT, MaskFile, unpack_bits
 from dbsp_megatron.observability.metrics import FILE_NAME, read_metrics
 from tools.structured_masks import BoolArray, make_mask, parse_geometry
 
@@ -80,7 +81,8 @@ def file_sources(path: Path) -> list[MaskSource]:
 
     `.npy` and `.npz` hold one mask or layers of them, as booleans, as 0 and 1, or packed by `numpy.packbits` along the
     last axis; an array `num_k_blocks` in an `.npz` gives its length before packing, else it is that of the rows. Of an
-    `.npz` with several arrays that named mask, masks, blocks or packed is read. `.safetensors` may hold several masks.
+    `.npz` with several arrays that named mask, masks, blocks or packed is read. `.safetensors` may hold several masks,
+    or be a file of the mask methods `file` and `paro`.
 
     Args:
         path: File or run folder.
@@ -108,6 +110,8 @@ def file_sources(path: Path) -> list[MaskSource]:
             f"masks must be a file that ends in {', '.join(SUFFIXES)} or a run folder, got {str(path)!r}; check the "
             "path"
         )
+    if path.suffix == ".safetensors" and _is_mask_file(path):
+        return _mask_file_sources(path)
     sources = []
     for name, stored, num_k_blocks in _read_arrays(path):
         where = f"{path.name}:{name}" if name else path.name
@@ -213,6 +217,30 @@ def _read_imbalance(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
             f"{list(after.shape)}; remove the file, the run's {FILE_NAME} has the means"
         )
     return before, after
+
+
+def _is_mask_file(path: Path) -> bool:
+    """Whether `write_masks` made it, which packs bits in another order than NumPy."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np") as opened:
+            return FORMAT in (opened.metadata() or {})
+    except (SafetensorError, *_UNREADABLE) as error:
+        raise _unreadable(path, error) from error
+
+
+def _mask_file_sources(path: Path) -> list[MaskSource]:
+    """Layers of a file of the mask methods `file` and `paro`."""
+    file = MaskFile(path)
+
+    def load(layer: int) -> BoolArray:
+        return unpack_bits(file.packed(layer), file.num_blocks).numpy()
+
+    return [
+        MaskSource(family=path.name, layer=layer, load=lambda layer=layer: load(layer))  # type: ignore[misc]
+        for layer in sorted(file.layers)
+    ]
 
 
 def _read_arrays(path: Path) -> list[tuple[str, NDArray[Any], int | None]]:

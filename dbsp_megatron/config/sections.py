@@ -136,6 +136,11 @@ class RunConfig:
     its own. Without effect once the run has a checkpoint to resume from."""
     plots: bool = True
     """Draw loss, imbalance and masks at the end."""
+    report: bool = True
+    """Write report.html at the end, one file that a browser shows without anything else; tools/report.py makes it of
+    any run folder."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files to the run folder, with the keys of metrics.jsonl."""
     stop_file: str = ""
     """The run saves and ends when this file appears, as on SIGTERM; for launchers that cannot signal ranks."""
 

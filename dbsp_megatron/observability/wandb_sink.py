@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from .atomic_file import write_text
 from .logging import get_logger
+from .metric_names import METRICS
 from .redact import redact_command, redact_mapping
 
 FINISH_TIMEOUT_S = 25.0
@@ -40,6 +41,15 @@ class WandbConfig:
     """Name that groups runs of one experiment."""
     tags: list[str] = field(default_factory=list)
     """Labels of the run."""
+    image_every: int = 0
+    """Steps between pictures: imbalance of layers over steps, load of ranks, masks and who computes them; 0 for none.
+    With mode=disabled none are made."""
+    alert_imbalance: float = 1.5
+    """Warn, in the log and by a W&B alert, when the imbalance of the worst layer under its plan stays above this; 0
+    never."""
+    alert_prediction_error: float = 0.2
+    """The same when predicted and measured attention times differ by more than this fraction (sp.strategy=auto); 0
+    never."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("disabled", "offline", "online"):
@@ -48,6 +58,9 @@ class WandbConfig:
             raise ValueError("wandb.project must not be empty, got ''; name a project")
         if isinstance(self.tags, str) or not all(isinstance(tag, str) and tag for tag in self.tags):
             raise ValueError(f"wandb.tags must be a list of non-empty strings, got {self.tags!r}; write [a, b]")
+        for key in ("image_every", "alert_imbalance", "alert_prediction_error"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"wandb.{key} must be >= 0, got {getattr(self, key)!r}; 0 turns it off")
 
 
 class WandbSink:
@@ -100,6 +113,8 @@ class WandbSink:
                 )
         except Exception as error:
             _log.warning("W&B could not start (%s); metrics go to metrics.jsonl only", error)
+            return
+        self._define_metrics()
 
     @property
     def active(self) -> bool:
@@ -121,6 +136,46 @@ class WandbSink:
         except Exception as error:
             _log.warning("W&B stopped taking metrics (%s); they go to metrics.jsonl only", error)
             self.finish(exit_code=1)
+
+    def log_images(self, step: int, images: Mapping[str, Path]) -> None:
+        """Send pictures with the values of a step.
+
+        Args:
+            step: training step.
+            images: PNG files by key.
+        """
+        if self._run is None or not images:
+            return
+        try:
+            wandb: Any = importlib.import_module("wandb")
+            values = {key: wandb.Image(str(path)) for key, path in images.items()}
+        except Exception as error:
+            _log.warning("W&B took no pictures of step %d (%s)", step, error)
+            return
+        self.log(step, values)
+
+    def alert(self, title: str, text: str) -> None:
+        """Raise an alert, which W&B may mail; a failure is a line in the log.
+
+        Args:
+            title: a few words.
+            text: what to do.
+        """
+        if self._run is None:
+            return
+        try:
+            self._run.alert(title=title, text=text)
+        except Exception as error:
+            _log.warning("W&B took no alert (%s)", error)
+
+    def _define_metrics(self) -> None:
+        """Tell W&B what to keep of each metric when the run is over; charts are grouped by the prefix of their keys."""
+        try:
+            for metric in METRICS.values():
+                if metric.kind == "number" and metric.summary != "last":
+                    self._run.define_metric(metric.name, summary=metric.summary)
+        except Exception as error:
+            _log.warning("W&B took no summaries of metrics (%s)", error)
 
     def finish(self, *, exit_code: int = 0, timeout_s: float = FINISH_TIMEOUT_S) -> None:
         """End the run, waiting at most `timeout_s` seconds; never raises, and may be called again.

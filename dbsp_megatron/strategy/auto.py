@@ -48,7 +48,7 @@ class Auto(DualBalanced):
                 raise ValueError("kernels has no forward rate; measure it with tools/fit_latency.py")
             for mesh in self.meshes:
                 for collective, degree in zip(("all_to_all", "p2p"), mesh, strict=True):
-                    if degree > 1:
+                    if degree > 1 and self.ranks_per_node > 1:
                         self.calibration.link(collective, degree, "node")
                     if self.size > 1 and across:
                         self.calibration.link(collective, degree, "network")

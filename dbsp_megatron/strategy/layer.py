@@ -80,7 +80,7 @@ class LayerRunner:
         self._reorder = HeadReorder(groups.group, groups.rank, self.traffic)
         self._counts: OrderedDict[Hashable, object] = OrderedDict()
         self._underway: OrderedDict[Hashable, object] = OrderedDict()
-        self._latest: OrderedDict[Hashable, object] = OrderedDict()
+        self.latest: OrderedDict[Hashable, object] = OrderedDict()
 
     def run(
         self, call: LayerCall | None, problem: str | None, layer: int, step: int, records: StepRecords
@@ -235,7 +235,7 @@ class LayerRunner:
             counts = gather_counts(underway.copy.wait(), call.layout, self._asked(call), self._sp_control_group)
             self.planning.observe(call, underway.step, counts.workload)
             self._observe_layout(call, underway.plan, counts)
-            remember(self._latest, key, (underway.plan, counts))
+            remember(self.latest, key, (underway.plan, counts))
         return self.planning.plan(call, None) if self.planning.knows(call) else (None, False)
 
     def _static_counts(self, mask: BlockMask, layout: TokenLayout) -> LayerCounts:
@@ -264,9 +264,9 @@ class LayerRunner:
         record.reused, record.moved_q_fraction = reused, plan.moved_q_fraction
         record.head_owner = [int(owner) for owner in plan.main_head_owner]
         if counts is not None:
-            remember(self._latest, key, (plan, counts))
-        elif key in self._latest:
-            plan, counts = cast("tuple[PartitionPlan, LayerCounts]", self._latest[key])
+            remember(self.latest, key, (plan, counts))
+        elif key in self.latest:
+            plan, counts = cast("tuple[PartitionPlan, LayerCounts]", self.latest[key])
         else:
             # A plan from a file, in its first step.
             return

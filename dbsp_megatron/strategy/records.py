@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dbsp_megatron.plan import PartitionPlan
+from dbsp_megatron.strategy.call import CallShape, LayerCall
+
 
 def mesh_name(mesh: tuple[int, int]) -> str:
     """Such as U4R2."""
@@ -65,11 +68,38 @@ class LayerRecord:
     mesh: tuple[int, int] = (1, 1)
     predicted_us: float = 0.0
     """Forward time of the calls so far as a latency model has it; nan without one."""
+    forward_kernels: list[Stopwatch] = field(default_factory=list)
+    """Calls of the attention engine in forward passes, recompute included."""
+    backward_kernels: list[Stopwatch] = field(default_factory=list)
+    """The same in backward passes."""
+    plan: PartitionPlan | None = None
+    """Of the last call."""
+    shape: CallShape | None = None
+    """Of the last call."""
+    plan_key: tuple[object, ...] = ()
+    """Of the last call; with the layer it names the counts that are kept of its mask."""
+    samples_per_mask: float = 1.0
+    """Batch entries that share one counted mask."""
+
+    def ran(self, call: LayerCall, plan: PartitionPlan) -> None:
+        """Keep what a call was; numbers are made of it when somebody wants them."""
+        self.plan, self.shape, self.plan_key = plan, call.shape, call.plan_key
+        self.samples_per_mask = call.q.shape[0] / max(1, call.mask_batch_size)
 
     @property
     def attention_ms(self) -> float:
         """Forward time of the calls so far on this rank."""
         return sum(watch.elapsed_ms() for watch in self.watches)
+
+    @property
+    def kernel_ms(self) -> float:
+        """Time of the attention engine in the calls so far on this rank, forward and backward."""
+        return sum(watch.elapsed_ms() for watch in (*self.forward_kernels, *self.backward_kernels))
+
+    @property
+    def exposed_ms(self) -> float:
+        """Forward time of the calls so far in which the attention engine did not run on this rank."""
+        return max(0.0, self.attention_ms - sum(watch.elapsed_ms() for watch in self.forward_kernels))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for logs."""
@@ -84,6 +114,8 @@ class LayerRecord:
             "moved_q_fraction": self.moved_q_fraction,
             "bytes_sent": self.bytes_sent,
             "attention_ms": self.attention_ms,
+            "kernel_ms": self.kernel_ms,
+            "exposed_ms": self.exposed_ms,
             "predicted_ms": self.predicted_us / 1e3,
             "head_owner": self.head_owner,
         }
@@ -124,6 +156,10 @@ class StepRecords:
         rate = sum(record.attention_ms for record in self._before.values()) / blocks
         return rate * sum(record.blocks_timed for record in self.layers.values())
 
+    def total(self, name: str) -> float:
+        """Sum of a field over the layers."""
+        return float(sum(getattr(record, name) for record in self.layers.values()))
+
     def meshes(self) -> Counter[tuple[int, int]]:
         """Layers by the mesh of their last call."""
         return Counter(record.mesh for record in self.layers.values())
@@ -132,3 +168,7 @@ class StepRecords:
         """Mean of a field over the layers; nan before the first layer."""
         values = [float(getattr(record, name)) for record in self.layers.values()]
         return float(np.mean(values)) if values else float("nan")
+
+    def largest(self, name: str) -> float:
+        """Largest value of a field over the layers; nan before the first layer."""
+        return max((float(getattr(record, name)) for record in self.layers.values()), default=float("nan"))

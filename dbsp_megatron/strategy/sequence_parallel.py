@@ -24,7 +24,7 @@ from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
 from dbsp_megatron.plan import PartitionPlan, PlanCache, ReplanRule, plan_or_stay
 from dbsp_megatron.strategy.auto import Auto
-from dbsp_megatron.strategy.base import get_strategy
+from dbsp_megatron.strategy.base import get_strategy, ranks_of_node
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.context import Context, resolve_group
@@ -32,8 +32,10 @@ from dbsp_megatron.strategy.counts import gather_mask
 from dbsp_megatron.strategy.layer import LayerRunner
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.planning import FixedMesh, Planning
-from dbsp_megatron.strategy.records import StepRecords, mesh_name
+from dbsp_megatron.strategy.records import StepRecords
 from dbsp_megatron.strategy.selection import MeshSelection
+from dbsp_megatron.strategy.statistics import rank_stats, step_stats
+from dbsp_megatron.strategy.timed_engine import TimedEngine
 
 _MAX_LAYOUTS = 64
 _KEPT_ROWS = 1 << 20
@@ -255,7 +257,7 @@ class SequenceParallel:
             if mask is None:
                 size = layout.block_size
                 mask = BlockMask.dense(q.shape[2], layout.seqlen, block_size_q=size, block_size_k=size)
-            engine = self._choose_engine(q, k, v, mask, layout)
+            engine = TimedEngine(self._choose_engine(q, k, v, mask, layout), self.records, layer)
             made = LayerCall(q, k, v, mask, layer, step, layout, scale, grid, engine)
             # A user's mask method says what it is and needs: what it raises is told to all ranks, too.
             _ = (made.shape_digest, made.mask_digest)
@@ -265,6 +267,8 @@ class SequenceParallel:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = f"{type(error).__name__}: {error}"
         out, rows, plan = self._runner.run(call, problem, layer, step, self.records)
+        if call is not None:
+            self.records.layer(layer).ran(call, plan)
         if call is not None and (isinstance(rows, BlockMask) or rows.numel() <= _KEPT_ROWS):
             self._rows[layer] = (rows, call.layout, plan)
         return out
@@ -299,33 +303,31 @@ class SequenceParallel:
         )
         return choose_engine(self.config.engine, attention)
 
-    def stats(self) -> dict[str, float | int | str]:
+    def stats(self, *, by_rank: bool = False) -> dict[str, Any]:
         """Numbers of the current step: means over layers, sums of bytes and time of this rank.
 
         `sp/mesh` tells how many layers ran on which mesh; `sp/ulysses_degree` and `sp/ring_degree` are those of most.
+
+        Args:
+            by_rank: also the load of every rank, planned bytes by kind of link and the speed of attention, which take
+                a pass over all plans.
         """
-        records, planning = self.records, self._planning.stats()
-        measured = records.measured_ms()
-        meshes = records.meshes().most_common() or [((self.ulysses_degree, self.ring_degree), 0)]
-        return {
-            "sp/strategy": self.config.strategy,
-            "sp/mesh": " ".join(f"{mesh_name(mesh)}:{count}" for mesh, count in meshes),
-            "sp/ulysses_degree": meshes[0][0][0],
-            "sp/ring_degree": meshes[0][0][1],
-            "sp/imbalance_before": records.mean("imbalance_before"),
-            "sp/imbalance_after": records.mean("imbalance_after"),
-            "sp/imbalance_gpu": records.mean("imbalance_gpu"),
-            **{f"sp/{name}": value for name, value in planning.items()},
-            "sp/density": records.mean("density"),
-            "sp/bytes_sent": self._runner.traffic.bytes_sent,
-            "sp/attention_ms": measured,
-            "sp/measured_ms": measured,
-            "sp/predicted_ms": records.predicted_ms(),
-        }
+        mesh, sent = (self.ulysses_degree, self.ring_degree), self._runner.traffic.bytes_sent
+        stats: dict[str, Any] = dict(step_stats(self.records, self._planning.stats(), self.config.strategy, mesh, sent))
+        if by_rank:
+            per_node = ranks_of_node()
+            nodes = [rank // per_node for rank in self.groups.ranks]
+            stats |= rank_stats(self.records, self._runner.latest, nodes, self.rank)
+        return stats
 
     def layer_stats(self) -> list[dict[str, Any]]:
         """The current step's numbers per layer, ascending."""
         return [self.records.layers[layer].as_dict() for layer in sorted(self.records.layers)]
+
+    @property
+    def layers_with_mask(self) -> list[int]:
+        """Layers whose `layer_mask` this rank can take part in; may differ between ranks where masks are large."""
+        return sorted(self._rows)
 
     def layer_mask(self, layer: int) -> tuple[np.ndarray, PartitionPlan]:
         """The last mask of a layer (first sample, bool [H, Nq, Nk]) and its plan; collective.

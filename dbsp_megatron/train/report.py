@@ -1,10 +1,12 @@
-"""What a finished training run leaves behind: closing table, pictures, summary.json, the verdict of `train.check`."""
+"""What a training run leaves behind: numbers of layers, pictures, closing table, report, verdict of `train.check`."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.observability import RunFolder, closing_table, get_logger, read_metrics
 from dbsp_megatron.observability.atomic_file import write_text
+from dbsp_megatron.observability.layer_log import LayerLog, layer_table, read_layers
 from dbsp_megatron.plan import PartitionPlan, Workload, block_homes, plan_loads, plan_partition
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.distributed import World
@@ -24,26 +27,70 @@ logger = get_logger(__name__)
 
 
 class RunReport:
-    """Collects per-layer numbers while the run goes on and writes everything at its end."""
+    """Collects per-layer numbers while the run goes on and writes everything at its end; a context manager.
 
-    def __init__(self, folder: RunFolder, world: World, sp: SequenceParallel) -> None:
+    Args:
+        folder: the run folder.
+        world: all ranks.
+        sp: what the numbers are of.
+        resume_step: step of the checkpoint the run continues from; later lines of layers.jsonl are dropped.
+    """
+
+    def __init__(
+        self, folder: RunFolder, world: World, sp: SequenceParallel, *, resume_step: int | None = None
+    ) -> None:
         self._folder, self._world, self._sp = folder, world, sp
-        self._steps: list[int] = []
-        self._before: list[list[float]] = []
-        self._after: list[list[float]] = []
+        self._layers = LayerLog(folder, resume_step=resume_step)
+
+    def __enter__(self) -> RunReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._layers.close()
 
     def add_layers(self, step: int) -> None:
-        """Keep this step's imbalance of each layer."""
-        layers = self._sp.layer_stats()
-        self._steps.append(step)
-        self._before.append([float(layer["imbalance_before"]) for layer in layers])
-        self._after.append([float(layer["imbalance_after"]) for layer in layers])
+        """Keep this step's numbers of each layer."""
+        if self._world.is_main:
+            self._layers.log(step, self._sp.layer_stats())
+
+    def pictures(self, step: int, config: TrainConfig) -> dict[str, Path]:
+        """Draw balance and masks as they are now; PNG files by key, on the main rank. Collective: masks are gathered.
+
+        A picture that cannot be drawn is a warning.
+        """
+        masks = self._masks()
+        images: dict[str, Path] = {}
+        if not self._world.is_main:
+            return images
+        from dbsp_megatron.observability.plot_balance import plot_layer_imbalance, plot_rank_loads
+        from dbsp_megatron.observability.plots import plot_mask_partition
+
+        here = self._folder.path / "images" / f"step_{step:08d}"
+        try:
+            if rows := read_layers(self._folder.path):
+                steps, layers, before = layer_table(rows, "imbalance_before")
+                plot_layer_imbalance(
+                    steps, layers, before, layer_table(rows, "imbalance_after")[2], here / "layers.png"
+                )
+                images["images/layer_imbalance"] = here / "layers.png"
+            if loads := self._sp.stats(by_rank=True)["sp/rank_load"]:
+                plot_rank_loads(loads, here / "loads.png")
+                images["images/rank_load"] = here / "loads.png"
+            for layer, (blocks, plan) in masks.items():
+                path = here / f"partition_layer_{layer:02d}.png"
+                arrays = partition_arrays(blocks, plan, config.sp.block_size)
+                plot_mask_partition(**arrays, path=path, title=f"Layer {layer}, step {step}, first sample")
+                images[f"images/partition_layer_{layer:02d}"] = path
+        except (OSError, ValueError) as error:
+            logger.warning("pictures of step %d: %s", step, error)
+        return images
 
     def finish(self, config: TrainConfig) -> int:
         """Write and print the report; returns the exit code. Collective: masks are gathered."""
-        layers = self._sp.layer_stats()
-        pictured = _spread(len(layers), _NUM_PICTURED_LAYERS) if config.run.plots else []
-        masks = {layer: self._sp.layer_mask(layer) for layer in (layers[index]["layer"] for index in pictured)}
+        masks = self._masks() if config.run.plots else {}
+        self._layers.close()
         if not self._world.is_main:
             return int(self._world.broadcast(None))
         rows = read_metrics(self._folder.path)
@@ -59,12 +106,21 @@ class RunReport:
         write_text(self._folder.path / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
         # Before the pictures, which may take longer than the others can wait in a collective.
         code = int(self._world.broadcast(CHECK_FAILED_CODE if faults else 0))
-        print(closing_table(rows, layers, self._sp.stats()), flush=True)
+        print(closing_table(rows, self._sp.layer_stats(), self._sp.stats()), flush=True)
         if config.run.plots:
             self._draw(rows, masks, config)
+        if config.run.report:
+            self._write_page()
         for fault in faults:
             logger.error("train.check failed: %s", fault)
         return code
+
+    def _masks(self) -> dict[int, tuple[np.ndarray, PartitionPlan]]:
+        """Masks and plans of some layers, of those whose mask every rank kept; collective."""
+        kept = set.intersection(*map(set, self._world.gather(self._sp.layers_with_mask)))
+        layers = sorted(kept)
+        pictured = [layers[index] for index in _spread(len(layers), _NUM_PICTURED_LAYERS)]
+        return {layer: self._sp.layer_mask(layer) for layer in pictured}
 
     def _draw(
         self,
@@ -76,17 +132,27 @@ class RunReport:
 
         plots = self._folder.path / "plots"
         plot_loss(rows, plots / "loss.png")
-        if not masks:
-            return
-        before, after = np.array(self._before), np.array(self._after)
-        self._folder.save_arrays("imbalance", steps=np.array(self._steps), before=before, after=after)
-        plot_imbalance(before, after, plots / "imbalance.png", steps=self._steps)
+        layers = read_layers(self._folder.path)
+        if layers:
+            steps, _, before = layer_table(layers, "imbalance_before")
+            after = layer_table(layers, "imbalance_after")[2]
+            self._folder.save_arrays("imbalance", steps=np.array(steps), before=before, after=after)
+            plot_imbalance(before, after, plots / "imbalance.png", steps=steps)
         size = config.sp.block_size
         for layer, (blocks, plan) in masks.items():
             arrays = partition_arrays(blocks, plan, size)
             self._folder.save_arrays(f"partitions/layer_{layer:02d}", **arrays)
-            title = f"Layer {layer}, step {self._steps[-1]}, first sample"
+            title = f"Layer {layer}, step {rows[-1]['step']}, first sample"
             plot_mask_partition(**arrays, path=plots / f"partition_layer_{layer:02d}.png", title=title)
+
+    def _write_page(self) -> None:
+        """A page that cannot be written is a warning: the run itself is over and good."""
+        from dbsp_megatron.observability.html_report import write_report
+
+        try:
+            write_report([self._folder.path], self._folder.path / "report.html")
+        except (OSError, ValueError) as error:
+            logger.warning("report.html was not written (%s); try tools/report.py %s", error, self._folder.path)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from dbsp_megatron.train.continuation import check_continuation, run_lock
 from dbsp_megatron.train.distributed import World, build_mesh
 from dbsp_megatron.train.forward import ShardedModel
 from dbsp_megatron.train.native import NativeEngine, peak_memory_gib
+from dbsp_megatron.train.rank_metrics import own_numbers, rank_metrics
 from dbsp_megatron.train.report import RunReport
 from dbsp_megatron.train.signals import StopRequest
 
@@ -102,23 +103,35 @@ class Trainer:
         folder = RunFolder(config.run.root, config.run.name, is_main=world.is_main)
         folder.write_config(dataclasses.asdict(config))
         folder.write_environment(world_size=world.size)
-        report = RunReport(folder, world, self.sp)
         resume_step = self.steps_done or None
         if self.steps_done < config.train.steps:
             folder.clear_done()
         with (
             MetricLogger(
-                folder, config.wandb, world.is_main, dataclasses.asdict(config), resume_step=resume_step
+                folder,
+                config.wandb,
+                world.is_main,
+                dataclasses.asdict(config),
+                resume_step=resume_step,
+                tensorboard=config.run.tensorboard,
             ) as metrics,
+            RunReport(folder, world, self.sp, resume_step=resume_step) as report,
             ProgressBar(config.train.steps, world.is_main, initial=self.steps_done) as bar,
         ):
             while self.steps_done < config.train.steps:
                 row, stopping = self._train_step(stop)
-                report.add_layers(self.steps_done)
+                if logged := self._is_logged(self.steps_done):
+                    # Before the evaluation, which attends to other clips.
+                    report.add_layers(self.steps_done)
+                if config.wandb.mode != "disabled" and self._is_due(config.wandb.image_every):
+                    images = report.pictures(self.steps_done, config)
+                else:
+                    images = {}
                 if self._is_due(config.train.eval_every):
                     row["eval/loss"] = self.evaluate()
-                if self._is_due(config.train.log_every) or "eval/loss" in row:
+                if logged:
                     metrics.log(self.steps_done, row)
+                metrics.log_images(self.steps_done, images)
                 before, after = row.get("sp/imbalance_before"), row.get("sp/imbalance_after")
                 bar.update(self.steps_done, row["train/loss"], before, after)
                 if stopping or self._is_due(config.train.checkpoint_every):
@@ -166,13 +179,20 @@ class Trainer:
                 self.engine.backward(loss, num_tokens * channels)
                 total += loss.detach()
         norm, lr = self.engine.step(step)
-        shared = self.world.sum(torch.tensor([float(total), float(stop.requested())], dtype=torch.float64))
+        logged = self._is_logged(step + 1)
+        own = [float(total), float(stop.requested())]
+        # The device has finished the step by now: `total` was read.
+        stats = self.sp.stats(by_rank=logged)
+        if logged:
+            own += own_numbers(self.world, stats)
+        shared = self.world.sum(torch.tensor(own, dtype=torch.float64))
         row = {
             "train/loss": float(shared[0]) / (num_tokens * channels),
             "train/lr": lr,
             "train/grad_norm": float(norm),
             "num_tokens": num_tokens,
-            **self.sp.stats(),
+            **stats,
+            **(rank_metrics(self.world, shared[2:].tolist()) if logged else {}),
         }
         return row, bool(shared[1] > 0)
 
@@ -243,6 +263,11 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.steps_done % every == 0
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether the metrics of a step are logged; alike on all ranks."""
+        loop = self.config.train
+        return step % loop.log_every == 0 or (loop.eval_every > 0 and step % loop.eval_every == 0)
 
     def _find_checkpoint(self, config: TrainConfig) -> Checkpoint | None:
         folder, resume = checkpoint_folder(config), config.run.resume

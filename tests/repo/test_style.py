@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = ("dbsp_megatron", "kernels", "tests", "tools")
-TEXT_FOLDERS = (*CODE_FOLDERS, "launch", "model_configs", "requirements", ".ci", ".github")
+TEXT_FOLDERS = (*CODE_FOLDERS, "docs", "launch", "model_configs", "requirements", ".ci", ".github")
 TEXT_SUFFIXES = {".cfg", ".in", ".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 TEXT_NAMES = {".gitignore", "LICENSE", "Makefile", "run"}
 

@@ -19,6 +19,8 @@ class FakeRun:
         self.step = step
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.exit_codes: list[int] = []
+        self.alerts: list[tuple[str, str]] = []
+        self.summaries: dict[str, str] = {}
         self.hang = False
         self.fail_log = False
         self.release = threading.Event()
@@ -27,6 +29,12 @@ class FakeRun:
         if self.fail_log:
             raise ConnectionError("service is gone")
         self.logged.append((step, values))
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
+
+    def define_metric(self, name: str, summary: str) -> None:
+        self.summaries[name] = summary
 
     def finish(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)

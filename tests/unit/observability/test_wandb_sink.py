@@ -205,3 +205,75 @@ def test_a_stuck_helper_process_does_not_hold_up_the_exit(tmp_path: Path) -> Non
     environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path.cwd())])
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environ, timeout=90, capture_output=True)
     assert done.returncode == 5, done.stderr
+
+
+@pytest.mark.parametrize("key", ["image_every", "alert_imbalance", "alert_prediction_error"])
+@pytest.mark.parametrize("value", [-1, float("nan")])
+def test_config_refuses_negative_limits(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"wandb\.{key} must be >= 0"):
+        WandbConfig(**{key: value})
+
+
+def test_start_tells_what_to_keep_of_each_metric(tmp_path: Path, fake_wandb: Any) -> None:
+    WandbSink(ONLINE, tmp_path, is_main=True)
+    summaries = fake_wandb.runs[0].summaries
+    assert (summaries["train/loss"], summaries["perf/step_s"]) == ("min", "mean")
+    assert "sp/plan_reuse" not in summaries
+
+
+def test_alert_reaches_the_run_and_a_failure_is_a_warning(
+    tmp_path: Path, fake_wandb: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = WandbSink(ONLINE, tmp_path, is_main=True)
+    sink.alert("a", "b")
+    assert fake_wandb.runs[0].alerts == [("a", "b")]
+    fake_wandb.runs[0].alert = None
+    with caplog.at_level(logging.WARNING, "dbsp_megatron"):
+        sink.alert("a", "b")
+        sink.log_images(1, {"images/a": tmp_path / "a.png"})
+    assert "took no alert" in caplog.text
+    # The stand-in has no Image.
+    assert "took no pictures of step 1" in caplog.text
+    assert sink.active
+
+
+_OFFLINE_EXTRAS = """
+import sys
+from pathlib import Path
+from dbsp_megatron.observability.plot_balance import plot_rank_loads
+from dbsp_megatron.observability.wandb_sink import WandbConfig, WandbSink
+
+folder = Path(sys.argv[1])
+plot_rank_loads([1, 2], folder / "loads.png")
+sink = WandbSink(WandbConfig(mode="offline"), folder, is_main=True)
+sink.log(1, {"train/loss": 2.0})
+sink.log_images(1, {"images/rank_load": folder / "loads.png"})
+sink.alert("title", "text")
+sink.log(2, {"train/loss": 1.0})
+print("active", sink.active)
+sink.finish()
+"""
+
+
+def test_real_offline_run_takes_pictures_and_alerts_and_can_be_synced_later(tmp_path: Path) -> None:
+    """Trap B111: no network; what `wandb sync` reads is complete when the process has ended."""
+    pytest.importorskip("wandb")
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environ |= {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", _OFFLINE_EXTRAS, str(tmp_path)]
+    done = subprocess.run(command, env=environ, timeout=250, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "active True" in done.stdout
+    assert "W&B" not in done.stderr
+    (made,) = (tmp_path / "wandb").glob("offline-run-*")
+    (records,) = made.glob("*.wandb")
+    data = records.read_bytes()
+    for expected in (b"train/loss", b"images/rank_load", b"title"):
+        assert expected in data, expected
+    assert list((made / "files" / "media" / "images").rglob("*.png"))
+    sync = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", "--help"], env=environ, timeout=250, capture_output=True, text=True
+    )
+    assert sync.returncode == 0, sync.stderr
+    assert "PATH" in sync.stdout

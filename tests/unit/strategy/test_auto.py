@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,21 @@ def test_a_calibration_without_a_network_is_refused_across_nodes(
     strategy.prepare(range(4))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"sp\.calibration=.*'network'.*fit_latency"):
+        strategy.prepare(range(4))
+
+
+def test_a_calibration_of_nodes_with_one_rank_needs_no_links_inside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    full = default_calibration()
+    path = tmp_path / "calibration.json"
+    links = tuple(link for link in full.links if link.scope == "network")
+    replace(full, links=links).save(path)
+    strategy = _auto(4, calibration=str(path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    strategy.prepare(range(4))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"sp\.calibration=.*'node'"):
         strategy.prepare(range(4))
 
 

@@ -33,9 +33,7 @@ def _run(*flags: str) -> tuple[int, str, str]:
 
 
 def _check_kernels(calibration: Calibration) -> None:
-    assert [(rate.engine, rate.direction) for rate in calibration.kernels] == [
-        ("torch", d) for d in fit_latency.DIRECTIONS
-    ]
+    assert [(rate.engine, rate.direction) for rate in calibration.kernels] == [("torch", d) for d in rates.DIRECTIONS]
     for rate in calibration.kernels:
         assert (rate.dtype, rate.head_dim, rate.block_size_q, rate.block_size_k) == ("float32", 16, 8, 8)
         assert rate.num_points == len(DESIGN) >= 12
@@ -73,7 +71,9 @@ def _times(
     """In place of `time_launches`: exact multiples of the true costs, twice as much on rank 1, or always the same."""
     factors = (1.0,) * len(DESIGN) + held_out_factors
 
-    def time_launches(engine: object, shape: LaunchShape, repeats: int, device: torch.device) -> list[TimedLaunch]:
+    def time_launches(
+        engine: object, shape: LaunchShape, repeats: int, device: torch.device, deadline: float | None
+    ) -> list[TimedLaunch]:
         launches = []
         for (name, mask), factor in zip(make_masks(shape, device).items(), factors, strict=True):
             blocks, rows = int(mask.sum()), mask.shape[1] * mask.shape[2]
@@ -99,14 +99,14 @@ def test_main_measures_two_ranks_and_their_links(tmp_path: Path) -> None:
         calibration = Calibration.load(output)
     _check_kernels(calibration)
     assert [(link.collective, link.num_ranks, link.scope) for link in calibration.links] == [
-        (collective, 2, "node") for collective in fit_latency.COLLECTIVES
+        (collective, 2, "node") for collective in rates.COLLECTIVES
     ]
     for link in calibration.links:
         assert link.num_bytes == tuple(2**n for n in range(10, 21, 2))
 
 
 def _link_times(
-    collective: str, sizes: tuple[int, ...], group: object, ranks: Ranks, repeats: int
+    collective: str, sizes: tuple[int, ...], group: object, ranks: Ranks, repeats: int, deadline: float | None
 ) -> list[tuple[int, float]]:
     return [(size, 10 + size / 1000 / (1 + ranks.rank)) for size in sizes]
 
@@ -198,7 +198,7 @@ def test_main_keeps_the_held_out_errors(tmp_path: Path) -> None:
     assert status == 0, err
     note = Calibration.load(tmp_path / "machine.json").note
     # Twice, once, 0.8 and half the measured times are predicted.
-    for direction in fit_latency.DIRECTIONS:
+    for direction in rates.DIRECTIONS:
         assert f"torch float32 D16 8x8 {direction} 35% (worst 100%)" in note
         assert f"WARNING: the torch float32 D16 8x8 {direction} rate is off by up to 100%" in err
     assert "fit_latency.py --quick: " in note

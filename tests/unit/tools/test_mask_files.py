@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+from dbsp_megatron.masks import write_masks
 from dbsp_megatron.observability import MetricLogger, RunFolder
 from tools.mask_files import file_sources, generated_sources, recorded_imbalance
 from tools.structured_masks import BoolArray, make_mask
@@ -60,6 +62,16 @@ def test_file_sources_reads_safetensors(tmp_path: Path, masks: BoolArray) -> Non
     sources = file_sources(tmp_path / "two.safetensors")
     assert [source.name for source in sources] == ["two.safetensors:a layer 0", "two.safetensors:b layer 0"]
     assert np.array_equal(sources[1].load(), masks[1])
+
+
+def test_file_sources_reads_files_of_mask_methods(tmp_path: Path, masks: BoolArray) -> None:
+    """Their bits are packed from the lowest, and the orders of heads are no masks."""
+    path = tmp_path / "paro.safetensors"
+    given = {layer: torch.from_numpy(masks[layer]) for layer in (0, 2)}
+    write_masks(path, given, seqlen=11 * 8, block_size=8, orders={0: [0, 1, 2], 2: [5, 4, 3]})
+    sources = file_sources(path)
+    assert [source.layer for source in sources] == [0, 2]
+    assert all(np.array_equal(source.load(), masks[source.layer]) for source in sources)
 
 
 def test_file_sources_keeps_one_block_apart_from_packed_bits(tmp_path: Path) -> None:

@@ -1,0 +1,268 @@
+"""Memory that a rank of a training run takes, by what it is for.
+
+Dims: n parameters, s tokens of the rank that holds most, B samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.tokens import LocalTokens, locate_tokens
+from dbsp_megatron.plan import PartitionPlan
+from dbsp_megatron.strategy.call import CallShape
+from dbsp_megatron.strategy.layer_memory import layer_bytes
+from tools.explain_layout import Situation, TokenFacts
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from dbsp_megatron.models.dit import VideoDiT
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """One use of memory on the rank that needs most."""
+
+    name: str
+    """What it holds."""
+    num_bytes: int
+    """Bytes."""
+    exact: bool
+    """Follows from the number of parameters alone; otherwise an estimate."""
+    note: str
+    """How it was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBytes:
+    """What a forward pass of the model, attention cores left out, keeps for the backward pass."""
+
+    fixed: int
+    """Of the first and last layers."""
+    layer: int
+    """Of one transformer layer; of the larger kind where there are two."""
+    layers: int
+    """Of all transformer layers."""
+    layer_input: int
+    """What a recomputed layer keeps."""
+
+
+class _NoAttention(nn.Module):
+    """Stands for the attention core, which keeps what it needs in its own way."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        made: Tensor = _KeepNothing.apply(query, key, value)
+        return made
+
+
+class _KeepNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query.new_empty(query.shape).flatten(2)
+
+
+def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) -> list[MemoryPart]:
+    """Memory of the rank that needs most while it trains.
+
+    Args:
+        situation: the run.
+        tokens: its token layout.
+        plan: the plan of a layer, on the mesh that is used.
+    """
+    config, number = situation.config, situation.resolved.num_parameters
+    wide = _FP32_BYTES * number
+    parts = [
+        MemoryPart(name="weights", num_bytes=wide, exact=True, note=f"{number:,} parameters in fp32"),
+        MemoryPart(name="gradients", num_bytes=wide, exact=True, note="fp32, whole on every rank"),
+    ]
+    if config.optim.name == "adamw":
+        parts.append(MemoryPart(name="optimizer", num_bytes=2 * wide, exact=True, note="two moments of AdamW in fp32"))
+    if config.train.ema_decay:
+        parts.append(MemoryPart(name="moving average", num_bytes=wide, exact=True, note="train.ema_decay, fp32"))
+    batch, bf16 = config.train.micro_batch_size, config.train.precision == "bf16"
+    saved = saved_by_model(situation.model, tokens, batch, bf16=bf16)
+    most = max(tokens.tokens)
+    copies = ", bf16 copies of weights among them" if bf16 else ""
+    how = f"{most} tokens x {batch} samples, counted on a model without data{copies}"
+    num_layers = situation.resolved.num_layers
+    attention = num_layers * attention_bytes(situation, tokens, plan)
+    if situation.recompute:
+        kept = saved.fixed + num_layers * saved.layer_input
+        if bf16:
+            # Autocast keeps them until the backward pass has ended.
+            note = "made by autocast, for matrix products"
+            parts.append(MemoryPart(name="bf16 weights", num_bytes=wide // 2, exact=False, note=note))
+        parts += [
+            MemoryPart(
+                name="layer inputs",
+                num_bytes=kept,
+                exact=False,
+                note=f"{most} tokens x {batch} samples; recompute is on",
+            ),
+            MemoryPart(
+                name="one layer, recomputed",
+                num_bytes=saved.layer + attention // num_layers,
+                exact=False,
+                note="activations and attention of the layer that is in its backward pass",
+            ),
+        ]
+    else:
+        parts += [
+            MemoryPart(name="activations", num_bytes=saved.fixed + saved.layers, exact=False, note=how),
+            MemoryPart(
+                name="attention, kept",
+                num_bytes=attention,
+                exact=False,
+                note=f"q, k, v, out and lse of {num_layers} layers, as the plan places them",
+            ),
+        ]
+    parts.append(
+        MemoryPart(
+            name="attention, one layer at work",
+            num_bytes=layer_bytes(plan, call_shape(situation), tokens.tokens, situation.strategy.config),
+            exact=False,
+            note="buffers of the exchange and of the ring, states and gradients",
+        )
+    )
+    return parts
+
+
+def checkpoint_bytes(situation: Situation) -> int:
+    """Bytes of a checkpoint on disk: weights, moving average and moments."""
+    config = situation.config
+    copies = 1 + bool(config.train.ema_decay) + 2 * (config.optim.name == "adamw")
+    return copies * _FP32_BYTES * situation.resolved.num_parameters
+
+
+def call_shape(situation: Situation) -> CallShape:
+    """What attention is called with in a micro-batch."""
+    config, model = situation.config, situation.model
+    return CallShape(
+        batch=config.train.micro_batch_size,
+        seqlen=situation.resolved.num_tokens,
+        num_heads=model.num_heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.heads_dim,
+        head_dim_v=model.heads_dim,
+        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        block_size_q=config.sp.block_size,
+        block_size_k=config.sp.block_size,
+        backward=True,
+        whole_chunks=True,
+    )
+
+
+def attention_bytes(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) -> int:
+    """Bytes that one attention layer keeps for its backward pass, on the rank that keeps most."""
+    shape = call_shape(situation)
+    size, ring = tokens.block_size, plan.ring_degree
+    kv_heads = np.array([heads.size for heads in plan.kv_heads(shape.num_kv_heads)])
+    kv_tokens = np.minimum(np.bincount(plan.kv_block_owner, minlength=ring) * size, shape.seqlen)
+    rows = np.minimum(plan.rows * size, shape.seqlen * shape.num_heads)
+    narrow = shape.dtype.itemsize
+    q_and_out = rows * ((shape.head_dim + shape.head_dim_v) * narrow + _FP32_BYTES)
+    kv = kv_heads[:, None] * kv_tokens * (shape.head_dim + shape.head_dim_v) * narrow
+    return shape.batch * int((q_and_out + kv).max())
+
+
+def saved_by_model(model: DiTConfig, tokens: TokenFacts, batch: int, *, bf16: bool) -> SavedBytes:
+    """Counts what autograd keeps when tensors without data go through the model.
+
+    Args:
+        model: its description.
+        tokens: the token layout; the rank with most tokens counts, text among them in its share.
+        batch: samples B.
+        bf16: under autocast, as the trainer runs it.
+    """
+    number = max(tokens.tokens)
+    num_text = min(tokens.text_tokens, -(-tokens.text_tokens * number // tokens.num_tokens))
+    one, two = (
+        _saved(replace(model, num_layers=count, num_single_layers=0, recompute="none"), number, num_text, batch, bf16)
+        for count in (1, 2)
+    )
+    layer = two - one
+    layers = model.num_layers * layer
+    single = 0
+    if model.num_single_layers:
+        both = replace(model, num_layers=1, num_single_layers=1, recompute="none")
+        single = _saved(both, number, num_text, batch, bf16) - one
+        layers += model.num_single_layers * single
+    return SavedBytes(
+        fixed=one - layer,
+        layer=max(layer, single),
+        layers=layers,
+        layer_input=_FP32_BYTES * number * batch * model.hidden_size,
+    )
+
+
+@cache
+def _saved(model: DiTConfig, number: int, num_text: int, batch: int, bf16: bool) -> int:
+    """Bytes of the different tensors that autograd keeps, weights left out."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    num_video = number - num_text
+    grid = (max(1, num_video), 1, 1)
+    positions = torch.cat([torch.arange(num_text), model.sequence_text_len + torch.arange(num_video)])
+    places = locate_tokens(
+        positions,
+        grid,
+        text_len=model.sequence_text_len,
+        rope_axes=model.rope_axes_dims,
+        rope_theta=model.rope_theta,
+    )
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _built(model) as module:
+        weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        located = _without_data(places, mode)
+        # Where tokens are is looked up by value, which tensors without data do not have.
+        module._locate = lambda *_: located  # type: ignore[assignment]
+        video = torch.empty(batch, num_video, model.patch_dim)
+        context = None
+        if model.text != "none":
+            context = torch.empty(batch, max(1, model.text_len), model.text_dim or 1)
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(video, torch.empty(batch), grid=grid, positions=positions, context=context)
+        return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in weights)
+
+
+@contextmanager
+def _built(model: DiTConfig) -> Iterator[VideoDiT]:
+    from dbsp_megatron.models.dit import VideoDiT  # imports megatron-core, which a refused run need not
+
+    # The coarse branch communicates; what it keeps are means of blocks, which are few.
+    yield VideoDiT(replace(model, coarse_branch=False), core_attention=_NoAttention).train()
+
+
+def _without_data(places: LocalTokens, mode: FakeTensorMode) -> LocalTokens:
+    def empty(tensor: Tensor) -> Tensor:
+        return mode.from_tensor(tensor)
+
+    first, original = places.text_first, places.original
+    return replace(
+        places,
+        text_positions=empty(places.text_positions),
+        cos=empty(places.cos),
+        sin=empty(places.sin),
+        text_first=None if first is None else empty(first),
+        original=None if original is None else empty(original),
+    )
