@@ -30,7 +30,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # -qq: errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-SCRIPTS = $(wildcard .ci/run launch/*.sh launch/*.sbatch tools/*.sh)
+SCRIPTS = $(wildcard .ci/run launch/*.sh launch/*.sbatch tests/launch/*.sh tools/*.sh)
 say = @printf '\033[1m==>\033[0m %s\n' $(1)
 
 # With the root on sys.path, `import kernels` would find our folder in place of the published package of that name.
@@ -92,6 +92,8 @@ lint: $(STAMP) ## Check style, types and shell scripts; changes nothing
 	@$(BIN)/mypy
 	$(call say,"bash -n")
 	@for script in $(SCRIPTS); do bash -n "$$script"; done
+	$(call say,"shellcheck")
+	@$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR $(SCRIPTS)
 
 format: $(STAMP) ## Format the code and apply safe fixes
 	$(call say,"ruff format and ruff check --fix")

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Takes the place of Python with the trainer where only the launcher is under test: starts at once, needs no torch.
+
+`--act WORD` behind `--` says how it behaves. Every rank writes its environment to `<run>/env.<rank>`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    signal.alarm(200)  # never outlives a test that failed
+    words = sys.argv[1:]
+    if words[0].endswith("fit_latency.py"):
+        print("measured with", *words[3:])
+        with open(words[words.index("--output") + 1], "a") as stream:
+            stream.write("measured\n")
+        return
+    if "--dry-run" in words:
+        print("checked:", *words[2:])
+        return
+    given = dict(zip(words[2::2], words[3::2], strict=False))
+    run = Path(given["--run.root"]) / given["--run.name"]
+    rank, act = int(os.environ["RANK"]), given.get("--act", "train")
+    (run / f"env.{rank}").write_text(json.dumps(dict(os.environ) | {"argv": " ".join(words)}))
+    if act == "fail" and rank == 1:
+        print("ValueError: rank 1 cannot go on", flush=True)
+        raise SystemExit(3)
+    saved = sorted((run / "checkpoints").glob("step_*")) if (run / "checkpoints").is_dir() else []
+    step = int(saved[-1].name[5:]) if saved else 0
+    print(f"start at step {step}", flush=True)
+    while step < int(given["--steps"]):
+        time.sleep(0.02)
+        step += 1
+        if Path(given["--run.stop_file"]).exists() and act != "deaf":
+            if act != "forgetful" and rank == 0:
+                (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+            return
+    if rank == 0:
+        (run / "done.json").write_text("{}")
+    time.sleep(0.3)
+    if act == "killed-after" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "fail-after" and rank == 1:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    main()
