@@ -6,6 +6,13 @@
 
 say() { echo "launch: $*"; }
 
+# shellcheck source=masked.sh
+source "$RUN_LAUNCH/masked.sh"
+
+# The trainer writes done.json at its last step. One that lay there before the life began says nothing about it.
+done_mark() { stat -c '%Y %i %s' "$RUN_FOLDER/done.json" 2>/dev/null; }
+is_done() { [[ -e $RUN_FOLDER/done.json && $(done_mark) != "$DONE_BEFORE" ]]; }
+
 # With an array, each task is a run of its own in the folder of all.
 resolve_task() {
   local index
@@ -39,8 +46,8 @@ begin_life() { # RESTARTS
     [[ -d $RUN_STATE/logs/life_$number ]] || return 1
     number=$((number + 1))
   done
-  rm -f "$RUN_FOLDER/done.json"
   export RUN_LIFE=$number RUN_LIFE_DIR=$RUN_STATE/logs/life_$number RUN_STOP_FILE=$RUN_STATE/stop.$number
+  DONE_BEFORE=$(done_mark)
   FIRST_CHECKPOINT=$(newest_checkpoint)
   say "life $number of $RUN_FOLDER: ${RUN_NODES} x ${RUN_PROCS} processes, restart $RUN_RESTARTS of at most $RUN_MAX_REQUEUES," \
     "from ${FIRST_CHECKPOINT:-the start}, logs in $RUN_LIFE_DIR"
@@ -51,23 +58,24 @@ judge_life() { # CODE ASKED_TO_STOP(empty|requeue|stop): sets OUTCOME (done|requ
   local code=$1 asked=$2 newest
   newest=$(newest_checkpoint)
   EXIT_CODE=$code
-  if [[ -e $RUN_FOLDER/done.json ]]; then
+  if is_done; then
     OUTCOME="done"
-    # 128 and more: a signal took the launcher after the last step. Less: a rank found something wrong after it.
-    if ((code >= 128)); then EXIT_CODE=0; fi
+    # A signal took the launcher after the last step: 128 and more, or 1 of torchrun when we were told to stop.
+    # Other codes: a rank found something wrong after it.
+    if [[ $code -ge 128 || $asked ]]; then EXIT_CODE=0; fi
     say "done; the launcher ended with $code"
   elif [[ $asked == requeue && $newest == "$FIRST_CHECKPOINT" ]]; then
-    OUTCOME=failed
+    OUTCOME=failed EXIT_CODE=75
     say "not requeued: no new checkpoint in this life; give more time, or a larger --signal-before"
   elif [[ $asked == requeue ]] && ((RUN_RESTARTS >= RUN_MAX_REQUEUES)); then
-    OUTCOME=stopped
+    OUTCOME=stopped EXIT_CODE=75
     say "not requeued: restarts $RUN_RESTARTS reached --max-requeues; submit again to go on from $newest"
   elif [[ $asked == requeue ]]; then
     OUTCOME=requeue
     say "stopped with checkpoint $newest, to be requeued"
   elif [[ $asked == stop ]] || ((code == 0)); then
     OUTCOME=stopped
-    say "stopped on request at ${newest:-no checkpoint}; submit again to go on"
+    say "stopped before the last step at ${newest:-no checkpoint}; submit again to go on"
   else
     OUTCOME=failed
     say "failed with $code before the last step; newest checkpoint: ${newest:-none}"
@@ -90,7 +98,7 @@ show_failure() {
   done < <(find "$RUN_LIFE_DIR" -maxdepth 1 -name '*rank_*.log' -size +0 -printf '%T@ %p\n' 2>/dev/null | sort -n | cut -d' ' -f2-)
   if [[ ! $found ]]; then return; fi
   say "first rank log with an error, or else the first to end: $found"
-  tail -n 12 "$found" | sed 's/^/  | /'
+  tail -n 12 "$found" | masked | sed 's/^/  | /'
 }
 
 # Wait for a process although traps interrupt waiting. Traps set INTERRUPTED.

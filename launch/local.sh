@@ -17,11 +17,11 @@ run_local() {
   set +e # what fails is judged
   trap on_interrupt INT
   trap on_usr1 USR1
-  trap on_term TERM
-  EXIT_CODE=0
+  trap on_term TERM HUP
+  EXIT_CODE=0 WORST=0
   for task in $(if [[ ${VALUE[array]} ]]; then task_numbers; else echo none; fi); do
     run_task "$task"
-    WORST=$((EXIT_CODE > ${WORST-0} ? EXIT_CODE : ${WORST-0}))
+    WORST=$((EXIT_CODE > WORST ? EXIT_CODE : WORST))
     if [[ $asked == stop ]]; then return 130; fi
   done
   return "$WORST"

@@ -16,7 +16,7 @@ TRAIN=()
 SECRET='key|token|secret|passw|credential'
 
 die() {
-  echo "error: $*" >&2
+  echo "error: $*" | masked >&2
   exit 2
 }
 
@@ -49,6 +49,7 @@ read_site() { # FILE: lines NAME=value, taken as they are; RUN_<OPTION> sets an 
   local line name number=0
   [[ -f $1 && -r $1 ]] || die "--site must be a readable file, got '$1'; examples are in launch/sites"
   while IFS= read -r line || [[ $line ]]; do
+    line=${line%$'\r'}
     number=$((number + 1))
     [[ $line =~ ^[[:space:]]*(#|$) ]] && continue
     [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || die "$1:$number must be NAME=value or a # comment, got '$line'; correct it"
@@ -73,6 +74,9 @@ parse() {
       --no-preflight) set_option preflight no flag ;;
       --*)
         name=${1#--}
+        case ${name%%=*} in
+          slurm | local | dry-run | exclusive | calibrate | no-preflight) die "--${name%%=*} must stand alone, got '$1'; take the value out" ;;
+        esac
         if [[ $name == *=* ]]; then
           value=${name#*=} name=${name%%=*}
         else
@@ -163,6 +167,16 @@ validate_launcher() {
   fi
 }
 
+check_ranges() { # each task is asked about before anything starts
+  local part first last total=0
+  for part in $(tr , ' ' <<<"${VALUE[array]%%%*}"); do
+    part=${part%%:*} first=${part%%-*} last=${part##*-}
+    ((${#last} <= 7 && 10#$first <= 10#$last)) || die "--array must go upwards to at most 9999999, got '$part'; correct it"
+    total=$((total + 10#$last - 10#$first + 1))
+  done
+  ((total <= 1000)) || die "--array must span at most 1000 numbers, got $total; submit several arrays"
+}
+
 validate_slurm() {
   local option seconds
   must_count signal-before 1 "it is in seconds before the time limit"
@@ -176,6 +190,7 @@ validate_slurm() {
   if [[ ${VALUE[array]} ]]; then
     [[ ${VALUE[array]} =~ ^[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?(,[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?)*(%[1-9][0-9]*)?$ ]] ||
       die "--array must be task numbers such as 0-3, 1,5 or 0-8:2%2, got '${VALUE[array]}'; correct it"
+    check_ranges
     [[ ${TRAIN[*]-} == *'{task}'* ]] ||
       die "--array must have {task} in the arguments of training, got none: all tasks would be the same; write --config {task}.yaml"
   fi

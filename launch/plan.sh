@@ -25,7 +25,7 @@ quoted() { printf '%q ' "$@" | sed 's/ $//'; }
 
 launch_env() { # the file that job.sbatch and worker.sh source
   local name
-  echo "# Written by launch/run.sh; no secrets in here."
+  echo "# Written by launch/run.sh, readable by its owner only."
   printf '%s=%q\n' RUN_LAUNCH "$LAUNCH" RUN_FOLDER "$RUN" RUN_ARRAY "${VALUE[array]}" RUN_NODES "${VALUE[nodes]}" RUN_PROCS "$PROCS" \
     RUN_GPUS "${VALUE[gpus-per-node]}" RUN_LAUNCHER "${VALUE[launcher]}" RUN_RDZV "${VALUE[rdzv]}" \
     RUN_MAX_RESTARTS "${VALUE[max-restarts]}" RUN_MAX_REQUEUES "${VALUE[max-requeues]}" RUN_PYTHON "$PYTHON" \

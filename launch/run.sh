@@ -8,6 +8,8 @@ source "$LAUNCH/options.sh"
 source "$LAUNCH/plan.sh"
 # shellcheck source=local.sh
 source "$LAUNCH/local.sh"
+# shellcheck source=masked.sh
+source "$LAUNCH/masked.sh"
 
 usage() {
   cat <<'TEXT'
@@ -73,12 +75,18 @@ read -ra CALIBRATE_WITH <<<"${VALUE[calibrate-with]}"
 default_env
 sbatch_command
 if [[ ${VALUE[dry-run]} == yes ]]; then
-  describe
+  describe | masked
   exit 0
 fi
 job=$(submitted_job)
 if [[ $job ]]; then die "--name must be a run that is not in the queue, got ${RUN##*/} with job $job; wait for it, or scancel $job"; fi
 checked=$(preflight) || exit 2
 echo "$checked"
+mkdir -p "$RUN/launch/logs" || die "the run folder must be writable, got '$RUN'; choose another --run-dir"
+if [[ ${VALUE[mode]} == local ]]; then
+  # Held by what is started here, too: a run has one launcher at a time.
+  exec 9>"$RUN/launch/.lock"
+  flock --nonblock 9 || die "--name must be a run that is not going on, got ${RUN##*/}; wait for it, or stop it by Ctrl-C"
+fi
 write_launch_files
 if [[ ${VALUE[mode]} == slurm ]]; then submit; else run_local; fi

@@ -26,6 +26,7 @@ _MOST_GROUPS = 64
 """Groups of a kind that are listed; the others follow the same rule."""
 _MOST_RANKS = 6
 _USUAL_NODE = 8
+_MOST_HOSTS = 100_000
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
@@ -204,6 +205,8 @@ def expand_hosts(text: str) -> list[str]:
             ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
                 raise ValueError(f"--hosts must be like gpu[01-04] or a,b, got {text!r}; correct {part!r}")
+            if int(ends[2] or ends[1]) - int(ends[1]) >= _MOST_HOSTS:
+                raise ValueError(f"--hosts must name at most {_MOST_HOSTS} hosts, got {text!r}; correct {part!r}")
             for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
                 name = f"{entry[: found.start()]}{number:0{len(ends[1])}d}{entry[found.end() :]}"
                 hosts += expand_hosts(name) if _BRACKETS.search(name) else [name]

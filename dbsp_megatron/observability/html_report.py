@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
@@ -16,6 +17,7 @@ from .html_charts import Line, bar_chart, category_map, heat_map, line_chart, nu
 from .html_style import PAGE
 from .layer_log import layer_table
 from .metric_names import METRICS
+from .redact import redact_command
 from .run_record import RunRecord, read_run
 
 _MOST_PICTURES = 4
@@ -48,7 +50,8 @@ def report_page(runs: Sequence[RunRecord]) -> str:
             parts.append(_run_sections(run, f"run-{index}-"))
             parts.append("</details>")
         body = "".join(parts)
-    return PAGE.replace("$TITLE", escape(title)).replace("$BODY", body)
+    # At once: a title or body may hold the other's placeholder.
+    return re.sub(r"\$(TITLE|BODY)", lambda found: {"TITLE": escape(title), "BODY": body}[found[1]], PAGE)
 
 
 SECTIONS: tuple[tuple[str, str], ...] = (
@@ -89,7 +92,16 @@ def _run_sections(run: RunRecord, prefix: str = "") -> str:
         "numbers": _numbers,
         "config": lambda run: f"<details><summary>config.yaml</summary><pre>{escape(run.config_text)}</pre></details>",
     }
-    return "".join(_section(prefix + name, title, makers[name](run)) for name, title in SECTIONS)
+    return "".join(_section(prefix + name, title, _guarded(makers[name], run)) for name, title in SECTIONS)
+
+
+def _guarded(make: Callable[[RunRecord], str], run: RunRecord) -> str:
+    """What is known of a run is shown, although a part of its files is damaged or was written by something else."""
+    try:
+        return make(run)
+    except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200]
+        return f"<p>Cannot be drawn: a file of the run is damaged ({escape(type(error).__name__)}: {escape(said)}).</p>"
 
 
 def _section(name: str, title: str, body: str) -> str:
@@ -136,7 +148,7 @@ def _header(run: RunRecord) -> str:
             ("versions", versions or None),
             ("Python", environment.get("python")),
             ("source", f"{commit[:12]}{' with changes' if git.get('dirty') else ''}" if commit else None),
-            ("command", " ".join(command) if isinstance(command, list) else None),
+            ("command", " ".join(redact_command(list(map(str, command)))) if isinstance(command, list) else None),
             ("final check", "; ".join((run.summary.get("check") or {}).get("faults") or []) or None),
         ]
     )

@@ -15,6 +15,7 @@ import yaml
 from .alerts import Alert, past_alerts
 from .layer_log import read_layers
 from .metrics import FILE_NAME
+from .redact import redact_text
 from .run_folder import DONE_NAME
 from .step_file import read_steps
 from .wandb_sink import WandbConfig
@@ -93,7 +94,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         rows=read_steps(metrics),
         layers=read_layers(path),
         config=_mapping(yaml.safe_load, config_text),
-        config_text=config_text,
+        # Masked when it was written, but files can be edited, and the page is made to be passed on.
+        config_text=redact_text(config_text),
         environment=_mapping(json.loads, _text(path / "environment.json")),
         summary=_mapping(json.loads, _text(path / "summary.json")),
         done=(path / DONE_NAME).is_file(),

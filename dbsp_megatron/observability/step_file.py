@@ -56,7 +56,7 @@ class StepFile:
         name = self._path.name
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            text = self._path.read_text(encoding="utf-8")
+            text = self._path.read_text(encoding="utf-8", errors="replace")
             kept = "".join(line + "\n" for line, row in parse_lines(text.split("\n")) if row["step"] < first_step)
             if not kept and text.strip():
                 # Nothing is continued: this is another run under an old name, whose numbers must not be lost.
@@ -83,7 +83,7 @@ def to_line(step: int, values: Mapping[str, Any], *, names_nonfinite: bool = Tru
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
     """Rows of a file; a last line that a kill cut short is left out."""
-    return [row for _, row in parse_lines(file.read_text(encoding="utf-8").split("\n"))]
+    return [row for _, row in parse_lines(file.read_text(encoding="utf-8", errors="replace").split("\n"))]
 
 
 def parse_lines(lines: Iterable[str]) -> Iterable[tuple[str, dict[str, Any]]]:

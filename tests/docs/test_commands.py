@@ -57,6 +57,8 @@ def _environment() -> dict[str, str]:
     binaries = str(Path(sys.executable).parent)
     return {
         **kept,
+        # As after activating the environment.
+        "VIRTUAL_ENV": sys.prefix,
         "PATH": os.pathsep.join([binaries, kept.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",

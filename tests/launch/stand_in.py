@@ -44,6 +44,8 @@ def main() -> None:
             return
     if rank == 0:
         (run / "done.json").write_text("{}")
+    while act.endswith("-after") and not (run / "done.json").exists():
+        time.sleep(0.02)  # rank 0 may start late
     time.sleep(0.3)
     if act == "killed-after" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -176,3 +177,30 @@ def test_calibrate_measures_once_and_trains_with_it(tmp_path: Path) -> None:
     log = file.parent / "launch" / "logs" / "life_0" / "calibrate_rank_00001.log"
     assert log.read_text() == "measured with --quick --block 5 -- --steps 3 --act train\n"
     assert f"--sp.calibration {file}" in _environments(tmp_path, 4)[3]["argv"]
+
+
+def test_an_old_done_marker_says_nothing(tmp_path: Path) -> None:
+    """It stays until the trainer goes on, and a start that fails is not taken for the finished run that it was."""
+    assert _run(tmp_path).returncode == 0
+    again = _run(tmp_path, steps=100_000, act="fail")
+    assert again.returncode == 3, again.stdout + again.stderr
+    assert (tmp_path / "runs" / "run" / "done.json").exists()
+    assert _outcomes(tmp_path) == ["done 0", "failed 3"]
+
+
+def test_a_run_has_one_launcher(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "run" / "launch").mkdir(parents=True)
+    with (tmp_path / "runs" / "run" / "launch" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused = _run(tmp_path)
+    assert refused.returncode == 2
+    assert "must be a run that is not going on" in refused.stderr
+    assert _run(tmp_path).returncode == 0
+
+
+def test_what_a_rank_says_is_shown_without_secrets(tmp_path: Path) -> None:
+    words = ["bash", "-c", f"source {RUN.parent}/masked.sh; masked"]
+    text = "token=abc1 my_api_key: abc2 https://me:abc3@host/x --run.note=passwd=abc4 keyboard tokens 12"
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
+    assert "abc" not in done.stdout
+    assert done.stdout.endswith("keyboard tokens 12")

@@ -183,3 +183,38 @@ def test_browser_draws_in_light_and_dark(chromium: str, tmp_path: Path, dark: bo
     assert (pixels[2, 2] < 60) == dark
     # Not blank anywhere: every stretch of the page has text or curves.
     assert all(part.std() > 4 for part in np.array_split(pixels[:2000], 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("layers.jsonl", '{"step": 1}\n'),
+        ("layers.jsonl", '{"step": 1, "layer": null}\n'),
+        ("metrics.jsonl", '{"step": 1, "train/loss": 1.0, "sp/rank_load": 3, "nonfinite": null}\n'),
+        ("metrics.jsonl", '{"step": 1, "train/loss": 1' + "0" * 400 + "}\n"),
+        ("environment.json", '{"git": "x", "command": [1, 2], "devices": [3]}'),
+        ("summary.json", '{"check": []}'),
+        ("config.yaml", "wandb: {alert_imbalance: abc}\n"),
+    ],
+)
+def test_report_of_a_damaged_run_shows_the_rest(tmp_path: Path, name: str, text: str) -> None:
+    run = make_run(tmp_path / "a")
+    (run / name).write_text(text)
+    page = _Page(_page([run], tmp_path / "report.html"))
+    assert [section for section in page.ids if section in dict(SECTIONS)] == [section for section, _ in SECTIONS]
+
+
+def test_report_reads_around_bytes_that_are_no_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": \xff\n')
+    assert "Cannot be drawn" not in _page([run], tmp_path / "report.html")
+
+
+def test_report_masks_secrets_and_keeps_placeholders_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "$BODY")
+    (run / "config.yaml").write_text("wandb: {api_key: topsecret123}\nnote: token=topsecret456\n")
+    (run / "environment.json").write_text('{"command": ["dbsp-train", "--wandb.api_key", "topsecret789"]}')
+    text = _page([run], tmp_path / "report.html")
+    assert "topsecret" not in text
+    assert _Page(text).ids.count("header") == 1
