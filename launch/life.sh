@@ -118,12 +118,11 @@ wait_for() { # PID: sets CODE
 
 # What one node runs (the srun launcher: one process), for work = train or calibrate. Sets COMMAND.
 launcher_command() { # WORK NODE_RANK
-  local nodes=$RUN_NODES worker=("$RUN_LAUNCH/worker.sh" "$RUN_ENV_FILE" "$1")
-  if [[ $1 == calibrate ]]; then nodes=1; fi
+  local worker=("$RUN_LAUNCH/worker.sh" "$RUN_ENV_FILE" "$1")
   case $RUN_LAUNCHER in
     srun) COMMAND=(bash "${worker[@]}" rank) ;;
     torchrun)
-      COMMAND=("$RUN_PYTHON" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$RUN_PROCS" --max-restarts "$RUN_MAX_RESTARTS")
+      COMMAND=("$RUN_PYTHON" -m torch.distributed.run --nnodes "$RUN_NODES" --nproc-per-node "$RUN_PROCS" --max-restarts "$RUN_MAX_RESTARTS")
       if [[ $RUN_RDZV == c10d ]]; then
         COMMAND+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$1-$RUN_LIFE")
         # The agents would compare the endpoint with their host names, and a node's name in Slurm may be another.

@@ -40,10 +40,10 @@ run_task() { # NUMBER|none: sets EXIT_CODE
   while :; do
     asked='' pids=() EXIT_CODE=1
     begin_life "$restarts" || return
-    if [[ $RUN_CALIBRATE == yes && ! -e $RUN_FOLDER/calibration.json ]]; then
+    if [[ $RUN_CALIBRATE == yes ]]; then
       say "measuring kernels and links"
-      run_step calibrate 1
-      if [[ ! -e $RUN_FOLDER/calibration.json ]]; then judge_life "$CODE" "$asked"; return; fi
+      run_step calibrate "$RUN_NODES"
+      if ((CODE)) || [[ ! -e $RUN_FOLDER/calibration.json ]]; then judge_life "$CODE" "$asked"; return; fi
     fi
     : >>"$RUN_LIFE_DIR/rank_00000.log"
     setsid tail -n +1 -F "$RUN_LIFE_DIR/rank_00000.log" 2>/dev/null &

@@ -42,7 +42,7 @@ Environment
   --env NAME=VALUE      variable of every rank; may be given again
   --pass-env NAME       variable of this shell to pass to the job; nothing else of it is passed
 Checks
-  --calibrate           first measure kernels and links of one node for the latency model
+  --calibrate           first measure kernels and links for the latency model
   --calibrate-with ARGS arguments of tools/fit_latency.py for it
   --no-preflight        do not ask the trainer whether the configuration fits the processes
 
