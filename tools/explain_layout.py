@@ -19,6 +19,7 @@ from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.plan import block_homes
 from dbsp_megatron.strategy import get_strategy
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
+from dbsp_megatron.train.slurm import expand_nodelist
 
 Mesh = tuple[int, int]
 
@@ -26,8 +27,6 @@ _MOST_GROUPS = 64
 """Groups of a kind that are listed; the others follow the same rule."""
 _MOST_RANKS = 6
 _USUAL_NODE = 8
-_MOST_HOSTS = 100_000
-_BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,21 +194,10 @@ def expand_hosts(text: str) -> list[str]:
     Raises:
         ValueError: it is no such list, or names a host twice.
     """
-    hosts: list[str] = []
-    for entry in re.split(r",(?![^\[]*\])", text.strip()):
-        found = _BRACKETS.search(entry)
-        if found is None:
-            hosts.append(entry)
-            continue
-        for part in found[1].split(","):
-            ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-            if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-                raise ValueError(f"--hosts must be like gpu[01-04] or a,b, got {text!r}; correct {part!r}")
-            if int(ends[2] or ends[1]) - int(ends[1]) >= _MOST_HOSTS:
-                raise ValueError(f"--hosts must name at most {_MOST_HOSTS} hosts, got {text!r}; correct {part!r}")
-            for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
-                name = f"{entry[: found.start()]}{number:0{len(ends[1])}d}{entry[found.end() :]}"
-                hosts += expand_hosts(name) if _BRACKETS.search(name) else [name]
+    try:
+        hosts = expand_nodelist(text.strip(), "--hosts")
+    except ValueError as error:
+        raise ValueError(f"--hosts must be like gpu[01-04] or a,b, got {text!r}; correct it") from error
     if not all(re.fullmatch(r"[\w.-]+", host) for host in hosts) or len(set(hosts)) < len(hosts):
         raise ValueError(f"--hosts must be different host names, like gpu[01-04] or a,b, got {text!r}; correct it")
     return hosts
