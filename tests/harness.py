@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.process_state import restored_process_state
+
 GROUP_TIMEOUT_S = 20
 """A collective that waits longer than this raises on the rank that waits."""
 _MEET_TIMEOUT_S = 240
@@ -246,7 +248,8 @@ def _serve(connection: Connection, stacks: str) -> None:
             if not message:
                 return
             try:
-                reply = pickle.dumps((True, _run_job(*pickle.loads(message))))
+                with restored_process_state():
+                    reply = pickle.dumps((True, _run_job(*pickle.loads(message))))
             except BaseException:
                 reply = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(reply)
