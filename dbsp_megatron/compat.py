@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import warnings
 from importlib import metadata
 from types import ModuleType
@@ -76,6 +77,30 @@ def nvidia_apex() -> tuple[ModuleType | None, str]:
     if importlib.util.find_spec("amp_C") is None:
         return None, "apex was built without its CUDA extension amp_C (build it with --cpp_ext --cuda_ext)"
     return apex, ""
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """DeepSpeed, set up for a device.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            "train.engine=deepspeed needs the package deepspeed, which is not installed; "
+            "pip install deepspeed, or use train.engine=native"
+        )
+    # Launchers set it; DeepSpeed refuses to start without.
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    if device.type == "cpu":
+        # It would compile shared-memory collectives when groups are made, for minutes, and print while it does.
+        compatible = getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", {})
+        for name in [name for name in compatible if "shm" in name]:
+            compatible[name] = False
+    return deepspeed
 
 
 def process_groups(pg_collection: ProcessGroupCollection | None = None) -> ProcessGroupCollection:

@@ -29,6 +29,8 @@ TRAIN_ALIASES = {
     "--name": "--run.name",
     "--init-from": "--run.init_from",
     "--engine": "--train.engine",
+    "--tensor-parallel-size": "--parallel.tensor_parallel_size",
+    "--pipeline-parallel-size": "--parallel.pipeline_parallel_size",
     "--wandb": "--wandb.mode",
     "--skip-bad-data": "--data.skip_bad_data",
 }

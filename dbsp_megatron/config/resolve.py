@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.parallel_state import factorisations
 from dbsp_megatron.strategy import SequenceParallelConfig, get_strategy
@@ -21,6 +22,8 @@ class ResolvedMesh:
     ring_degree: int
     choices: tuple[tuple[int, int], ...] = ()
     """(U, R) of which layers choose at run time; empty if the degrees are those of all layers."""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def sp_size(self) -> int:
@@ -30,7 +33,7 @@ class ResolvedMesh:
     @property
     def dp_size(self) -> int:
         """Groups that work on different samples."""
-        return self.world_size // self.sp_size
+        return self.world_size // (self.sp_size * self.tensor_parallel_size * self.pipeline_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +63,17 @@ class ResolvedRun:
         mesh, num_blocks = self.mesh, -(-self.num_tokens // self.block_size)
         frames, rows, columns = self.grid
         degrees = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
-        heads = _spread(self.num_heads, mesh.ulysses_degree)
+        split = f" x {mesh.tensor_parallel_size} tensor parallel" if mesh.tensor_parallel_size > 1 else ""
+        if mesh.pipeline_parallel_size > 1:
+            split += f" x {mesh.pipeline_parallel_size} pipeline stages"
+        own_heads = self.num_heads // mesh.tensor_parallel_size
+        heads = _spread(own_heads, mesh.ulysses_degree)
         if mesh.choices:
             degrees = "ulysses x ring by layer: " + ", ".join(f"{u} x {r}" for u, r in mesh.choices)
-            heads = ", ".join(f"{_spread(self.num_heads, u)} (ulysses {u})" for u, _ in mesh.choices)
+            heads = ", ".join(f"{_spread(own_heads, u)} (ulysses {u})" for u, _ in mesh.choices)
         text = f"{self.text_tokens} text + " if self.text_tokens else ""
         facts = {
-            "processes": f"{mesh.world_size} = {mesh.dp_size} data parallel x {mesh.sp_size} sequence parallel",
+            "processes": f"{mesh.world_size} = {mesh.dp_size} data parallel x {mesh.sp_size} sequence parallel{split}",
             "mesh": f"{self.strategy}, {degrees}",
             "model": f"{self.model}, {self.num_parameters:,} parameters, {self.num_layers} layers",
             "tokens": f"{self.num_tokens} ({text}{frames} x {rows} x {columns} patches)",
@@ -79,26 +86,37 @@ class ResolvedRun:
         return "\n".join(f"{key + ':':<{width + 1}} {value}" for key, value in facts.items())
 
 
-def resolve_mesh(sp: SequenceParallelConfig, world_size: int, num_heads: int) -> ResolvedMesh:
+def resolve_mesh(
+    sp: SequenceParallelConfig, world_size: int, num_heads: int, parallel: ParallelConfig | None = None
+) -> ResolvedMesh:
     """Fill in `auto` degrees.
 
     Degrees that are both given leave the rest of the world to data parallelism; with an `auto` among them, one sequence
     takes the whole world. An `auto` Ulysses degree is the strategy's choice, but never more than there are heads.
 
+    Args:
+        sp: sequence parallelism.
+        world_size: number of processes.
+        num_heads: heads of the whole model.
+        parallel: how the model itself is split; None for not at all.
+
     Raises:
-        ValueError: the degrees do not divide the world, or contradict the strategy.
+        ValueError: the degrees do not divide the world or the heads, or contradict the strategy.
     """
+    parallel = parallel or ParallelConfig()
+    if num_heads % parallel.tensor_parallel_size:
+        raise ValueError(
+            f"parallel.tensor_parallel_size={parallel.tensor_parallel_size} must divide the number of heads "
+            f"{num_heads}; sequence parallelism (sp.*) has no such rule"
+        )
+    num_heads //= parallel.tensor_parallel_size
     try:
         get_strategy(sp.strategy)
     except NotImplementedError as error:
         # A name that a later version will know is, today, a wrong setting.
         raise ValueError(str(error)) from error
-    size = _sp_size(sp, world_size)
-    if size < 1 or world_size % size:
-        raise ValueError(
-            f"sp.ulysses_degree * sp.ring_degree = {size} must divide the number of processes {world_size}; "
-            f"start a multiple of {size} processes or lower a degree"
-        )
+    size = _sp_size(sp, max(1, world_size // parallel.model_size))
+    check_world_size(world_size, size, parallel)
     strategy = get_strategy(sp.strategy)(sp, size)
     ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
     if sp.ulysses_degree == "auto" and sp.ring_degree == "auto" and sp.strategy not in ("ulysses", "ring"):
@@ -106,7 +124,30 @@ def resolve_mesh(sp: SequenceParallelConfig, world_size: int, num_heads: int) ->
         ulysses = next(u for u, _ in factorisations(size) if u <= limit)
         ring = size // ulysses
     choices = strategy.meshes if len(strategy.meshes) > 1 else ()
-    return ResolvedMesh(world_size=world_size, ulysses_degree=ulysses, ring_degree=ring, choices=choices)
+    return ResolvedMesh(
+        world_size=world_size,
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+        choices=choices,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+    )
+
+
+def check_world_size(world_size: int, sp_size: int, parallel: ParallelConfig) -> None:
+    """Raise ValueError unless a world can be divided so."""
+    unit = sp_size * parallel.model_size
+    if unit < 1 or world_size % unit:
+        names = ["sp.ulysses_degree * sp.ring_degree"]
+        names += [
+            f"parallel.{key}"
+            for key in ("tensor_parallel_size", "pipeline_parallel_size")
+            if getattr(parallel, key) != 1
+        ]
+        raise ValueError(
+            f"{' * '.join(names)} = {unit} must divide the number of processes {world_size}; "
+            f"start a multiple of {unit} processes or lower a degree"
+        )
 
 
 def _sp_size(sp: SequenceParallelConfig, world_size: int) -> int:
@@ -138,7 +179,11 @@ def with_degrees(sp: SequenceParallelConfig, mesh: ResolvedMesh) -> SequencePara
 
 def count_parameters(model: DiTConfig) -> int:
     """Number of weights of a model, found without allocating them."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     from dbsp_megatron.models.dit import VideoDiT  # imports megatron-core, which reading a configuration need not
 
+    # Groups are given, so that a program's own parallel_state does not split what is counted.
+    alone = ProcessGroupCollection(tp=None, cp=None, pp=None)
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in VideoDiT(model).parameters())
+        return sum(parameter.numel() for parameter in VideoDiT(model, pg_collection=alone).parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.resolve import ResolvedRun, count_parameters, resolve_mesh
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, SampleConfig
 from dbsp_megatron.data import DataConfig, PixelPatchEncoder
@@ -11,6 +12,8 @@ from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.dit.config import DiTConfig, load_model_config
 from dbsp_megatron.observability import WandbConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
+
+_METHODS_BY_HEAD = ("file", "paro", "duo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class TrainConfig:
     """Optimizer and learning rate."""
     train: LoopConfig = field(default_factory=LoopConfig)
     """The training loop."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How weights and optimizer state are split."""
     run: RunConfig = field(default_factory=RunConfig)
     """The run folder."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -38,6 +43,12 @@ class TrainConfig:
         if self.optim.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optim.warmup_steps must be at most train.steps={self.train.steps}, got {self.optim.warmup_steps}"
+            )
+        self.parallel.check_engine(self.train.engine)
+        if self.parallel.tensor_parallel_size > 1 and self.mask.method in _METHODS_BY_HEAD:
+            raise ValueError(
+                f"mask.method={self.mask.method} names heads of the whole model, of which a tensor-parallel rank has a "
+                f"part: it needs parallel.tensor_parallel_size=1, got {self.parallel.tensor_parallel_size}"
             )
 
     def load_model(self) -> DiTConfig:
@@ -59,7 +70,8 @@ class TrainConfig:
         """
         model = self.load_model()
         check_pixel_model(model, self.model, self.data)
-        mesh = resolve_mesh(self.sp, world_size, model.num_heads)
+        mesh = resolve_mesh(self.sp, world_size, model.num_heads, self.parallel)
+        check_split(model, self.model, self.parallel)
         unit = mesh.dp_size * self.train.micro_batch_size
         if self.train.global_batch_size % unit:
             raise ValueError(
@@ -145,4 +157,23 @@ def check_pixel_model(model: DiTConfig, name: str, data: DataConfig) -> None:
         raise ValueError(
             f"data.patch_size must be the patch size {list(model.patch_size)} of model={name}, "
             f"got {list(data.patch_size)}; set data.patch_size={list(model.patch_size)}"
+        )
+
+
+def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
+    """Refuse tensor- and pipeline-parallel sizes that the model cannot be cut into.
+
+    Raises:
+        ValueError: a size does not divide what it splits.
+    """
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    for what, value in (("num_kv_heads", model.kv_heads), ("ffn_hidden_size", model.ffn_channels)):
+        if value % tp:
+            raise ValueError(
+                f"parallel.tensor_parallel_size={tp} must divide {what}={value} of model={name}; use a smaller size"
+            )
+    if model.num_attention_layers % pp:
+        raise ValueError(
+            f"parallel.pipeline_parallel_size={pp} must divide the {model.num_attention_layers} layers of "
+            f"model={name}; use a smaller size"
         )

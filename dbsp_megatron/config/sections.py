@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dbsp_megatron.config.parallel import EngineName
+
 
 def _require(condition: bool, key: str, rule: str, value: object, remedy: str = "") -> None:
     if not condition:
@@ -87,8 +89,9 @@ class LoopConfig:
     """Steps between evaluations on held-out clips; 0 for none."""
     eval_samples: int = 0
     """Clips at the end of the data that are held out for evaluation."""
-    engine: Literal["native", "megatron", "deepspeed"] = "native"
-    """What reduces gradients and steps: native is torch DistributedDataParallel."""
+    engine: EngineName = "native"
+    """What reduces gradients and steps: native is torch's DistributedDataParallel or FSDP2, megatron is
+    megatron-core's DDP and distributed optimizer, deepspeed is ZeRO. See `parallel`."""
     check: bool = False
     """Exit with code 3 unless the loss fell and planning lowered the imbalance, both as measured in this run."""
     timeout_s: float = 600
@@ -117,8 +120,6 @@ class LoopConfig:
             self.eval_samples,
             "hold out some clips or set train.eval_every=0",
         )
-        if self.engine != "native":
-            raise ValueError(f"train.engine={self.engine} is not available in this version; use train.engine=native")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,10 @@ from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.batches import load_context
 from dbsp_megatron.train.checkpoint import open_checkpoint
-from dbsp_megatron.train.distributed import World, build_mesh
+from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.flow_matching import draw_noise
 from dbsp_megatron.train.forward import ShardedModel
+from dbsp_megatron.train.mesh import build_mesh
 
 logger = get_logger(__name__)
 
@@ -60,7 +61,7 @@ class SamplingPipeline:
         )
         self.context, self.negative = self._contexts()
         self.sp = SequenceParallel(self.config.sp, self.mesh.sp_group)
-        module = VideoDiT(self.model_config, sp=self.sp).to(world.device).eval()
+        module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device).eval()
         use_ema = config.sample.weights == "ema" and bool(checkpoint.state["has_ema"])
         self.weights = "ema" if use_ema else "model"
         if self.weights != config.sample.weights:

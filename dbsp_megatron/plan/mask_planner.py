@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dbsp_megatron.block_mask import BlockMask
 
 _BLOCK_POLICIES = ("auto", "contiguous", "stripe", "hot_stripe", "paper", "minimal_move", "step_aware")
+_EVEN_PERMILLE = 1005
 _LAYOUT_OF = {"paper": "contiguous", "minimal_move": "stripe", "step_aware": "stripe"}
 
 
@@ -50,7 +51,8 @@ def plan_partition(
         goal: Tolerance and costs; default `Goal()`.
 
     Returns:
-        The plan; with both policies `auto` its imbalance is never above `sparse_imbalance`.
+        The plan; with both policies `auto` its imbalance is never above `sparse_imbalance`, and its imbalance over
+        whole ranks (`imbalance_gpu`) is never above the unbalanced one's or 1.005, whichever is more.
 
     Raises:
         ValueError: if degrees or policies do not fit.
@@ -76,7 +78,7 @@ def plan_partition(
     heads = "contiguous" if head_policy == "auto" else head_policy
     nothing = plan_counts(plain, head_policy=heads, block_policy="home", goal=goal)
     best = relabelled(plan_counts(plain, head_policy=head_policy, goal=goal), "contiguous")
-    if barrier_cost(best.loads) > barrier_cost(nothing.loads):
+    if not _no_worse(best, nothing):
         best = relabelled(nothing, "contiguous")
     # A ring of one holds every block, so the layout changes nothing.
     if ring_degree == 1 or _excess(best, goal) == 0:
@@ -84,11 +86,20 @@ def plan_partition(
     for layout in ("hot_stripe", "stripe"):
         workload = _workload_in_layout(mask, ulysses_degree, ring_degree, layout, head_policy, goal)
         plan = relabelled(plan_counts(workload, head_policy=head_policy, goal=goal), layout)
-        if barrier_cost(plan.loads) <= barrier_cost(nothing.loads) and _excess(plan, goal) < _excess(best, goal):
+        if _no_worse(plan, nothing) and _excess(plan, goal) < _excess(best, goal):
             best = plan
         if _excess(best, goal) == 0:
             break
     return best
+
+
+def _no_worse(plan: PartitionPlan, nothing: PartitionPlan) -> bool:
+    """Whether a plan beats doing nothing in both forms of imbalance, or is even over whole ranks (1.005)."""
+    if barrier_cost(plan.loads) > barrier_cost(nothing.loads):
+        return False
+    by_rank, before = plan.loads.sum(axis=2), nothing.loads.sum(axis=2)
+    even = int(by_rank.max()) * by_rank.size * 1000 <= int(by_rank.sum()) * _EVEN_PERMILLE
+    return even or int(by_rank.max()) <= int(before.max())
 
 
 def _excess(plan: PartitionPlan, goal: Goal) -> int:

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.logging import get_logger
 from dbsp_megatron.train.distributed import World
+from dbsp_megatron.train.state import StateTensor, hand_out, owned, turns
 
 FORMAT_VERSION = 1
 _FOLDER = re.compile(r"step_(\d{8})")
@@ -42,28 +45,36 @@ class Checkpoint:
     state: dict[str, Any]
 
     def load_tensors(
-        self, tensors: Mapping[str, Tensor], world: World, *, may_differ: Callable[[str], bool] = lambda name: False
+        self,
+        tensors: Mapping[str, StateTensor],
+        world: World,
+        *,
+        may_differ: Callable[[str], bool] = lambda name: False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Fill `tensors` in place, by name; every rank calls.
 
         Args:
-            tensors: what to fill; the checkpoint may hold more.
+            tensors: what to fill; the checkpoint may hold more. Of split tensors each is read by one rank of `group`.
             world: all ranks.
+            group: ranks with the same names, which share split tensors; None if nothing is split.
             may_differ: names that only one of model and checkpoint may have. Those that the checkpoint lacks stay as
                 they are, those that the model lacks are left out; both are said in one line.
 
         Raises:
             ValueError: a name or shape is not in the checkpoint.
         """
-        wanted = dict(tensors)
+        split = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+        wanted: dict[str, Tensor] = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 reader = dcp.HuggingFaceStorageReader(str(self.path))
                 stored = reader.read_metadata().state_dict_metadata
                 lacking = [name for name in tensors if name not in stored and may_differ(name)]
-                for name in lacking:
-                    del wanted[name]
+                split = [name for name in split if name not in lacking]
+                mine = {name: torch.empty(tensors[name].shape) for name in turns(split, group)}
+                wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking} | mine
                 dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
         except (dcp.CheckpointException, RuntimeError, ValueError, AssertionError) as error:
             reason = str(error).strip().splitlines()
@@ -71,6 +82,7 @@ class Checkpoint:
                 f"{self.path} does not fit this model: {reason[-1] if reason else type(error).__name__}; "
                 "use the model configuration it was written with"
             ) from error
+        hand_out(tensors, mine, group, split, world.device)
         kinds = {name.split(".")[0] for name in tensors}
         unused = [name for name in stored if name not in tensors and may_differ(name) and name.split(".")[0] in kinds]
         if lacking and world.is_main:
@@ -84,21 +96,31 @@ def _name_some(names: list[str]) -> str:
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World, *, keep_last: int
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, StateTensor],
+    state: Mapping[str, Any],
+    world: World,
+    *,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of `step`, point `latest` at it and remove the oldest; every rank calls.
 
     Args:
         folder: holds the `step_*` folders; shared by all ranks.
         step: number of optimizer steps done.
-        tensors: replicated tensors by name, at least one dim each; each is written by one rank.
+        tensors: by name, at least one dim each; each is written by one rank, split ones as a whole.
         state: what else to keep, JSON values only.
         world: all ranks.
         keep_last: how many checkpoints stay.
+        group: ranks with the same names, which share split tensors; None if nothing is split.
 
     Returns:
         The final folder.
     """
+    whole = {key: tensor.detach() for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    whole |= owned(tensors, group, [key for key in tensors if key not in whole])
     name = f"step_{step:08d}"
     final, partial = folder / name, folder / f".partial-{name}"
     if world.is_main:
@@ -110,7 +132,7 @@ def save_checkpoint(
         warnings.simplefilter("ignore", UserWarning)
         try:
             dcp.save(
-                {key: tensor.detach() for key, tensor in tensors.items()},
+                whole,
                 storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
                 no_dist=world.size == 1,
             )

@@ -1,4 +1,4 @@
-"""Starts torch.distributed from the launcher's environment and cuts the world into data x sequence parallel groups."""
+"""Starts torch.distributed from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -54,20 +54,6 @@ class World:
         self.sum(torch.zeros(1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """The world as `dp_size` groups of `sp_size` consecutive ranks.
-
-    Gradients are reduced over *all* ranks, not over a data-parallel group: sequence-parallel ranks hold different
-    tokens and so different parts of the gradient.
-    """
-
-    dp_rank: int = 0
-    dp_size: int = 1
-    sp_size: int = 1
-    sp_group: dist.ProcessGroup | None = None
-
-
 def env_world_size() -> int:
     """World size that a launcher announced, else 1."""
     text = os.environ.get("WORLD_SIZE", "1")
@@ -104,26 +90,6 @@ def distributed_world(device: str = "auto", timeout_s: float = 600) -> Iterator[
     finally:
         if owned and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def build_mesh(world: World, sp_size: int) -> Mesh:
-    """Cut the world into groups of `sp_size` consecutive ranks; collective, every rank calls.
-
-    Raises:
-        ValueError: `sp_size` does not divide the world.
-    """
-    if sp_size < 1 or world.size % sp_size:
-        raise ValueError(
-            f"sp.ulysses_degree * sp.ring_degree = {sp_size} must divide the number of processes {world.size}; "
-            f"start a multiple of {sp_size} processes or lower a degree"
-        )
-    group = None
-    if dist.is_initialized():
-        for first in range(0, world.size, sp_size):
-            made = dist.new_group(list(range(first, first + sp_size)))
-            if first <= world.rank < first + sp_size:
-                group = made
-    return Mesh(dp_rank=world.rank // sp_size, dp_size=world.size // sp_size, sp_size=sp_size, sp_group=group)
 
 
 def _choose_device(name: str) -> torch.device:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dbsp_megatron.train.state import local_part
+
 
 class Ema:
     """Moving average of named parameters.
@@ -29,8 +31,8 @@ class Ema:
         """Move the average towards the present weights."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        averages = list(self.tensors.values())
-        weights = [self._parameters[name].detach().float() for name in self.tensors]
+        averages = [local_part(average) for average in self.tensors.values()]
+        weights = [local_part(self._parameters[name].detach()).float() for name in self.tensors]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()

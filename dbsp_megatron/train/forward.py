@@ -31,6 +31,7 @@ class ShardedModel:
         *,
         device: torch.device,
         precision: str,
+        reorders: bool = True,
     ) -> None:
         self.module = module
         self.sp = sp
@@ -39,12 +40,15 @@ class ShardedModel:
         self._cube = mask.cube
         self._device = device
         self._bf16 = precision == "bf16"
+        self._reorders = reorders
         self._layouts: dict[Grid, tuple[TokenLayout, Tensor, Tensor]] = {}
         self._orders: dict[Grid, Tensor] = {}
 
     def recalibrate(self) -> bool:
         """Between steps: lets measured counts reorder tokens; True if this rank's tokens of later calls are others."""
-        changed = self.sp.recalibrate()
+        # Ranks that share a layer's heads, or a pipeline, hold the same tokens but count different attention: each
+        # would find another order.
+        changed = self._reorders and self.sp.recalibrate()
         if changed:
             self._layouts.clear()
         return changed

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dbsp_megatron import compat
 from dbsp_megatron.config.sections import OptimConfig
+from dbsp_megatron.train.state import local_part
 
 
 def build_optimizer(config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -55,43 +58,79 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+NormGroups: TypeAlias = tuple[dist.ProcessGroup, ...]
+"""Groups whose ranks hold different parts of a gradient; none if every rank holds it whole."""
+
+
 @torch.no_grad()
-def clip_by_global_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_by_global_norm(
+    parameters: Iterable[tuple[nn.Parameter, NormGroups]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    device: torch.device | None = None,
+) -> Tensor:
     """Scale gradients so that their norm is at most `max_norm`; returns the norm before.
 
-    Gradients are whole and equal on every rank after the reduction, so the norm is computed here once: adding it up
-    over ranks again would count each gradient `world_size` times.
+    Only parts are added up over ranks: adding up whole gradients, which are equal on every rank after the reduction,
+    would count each of them once per rank.
 
     Args:
-        parameters: parameters with reduced gradients.
+        parameters: parameters with reduced gradients, each with the groups that split it.
         max_norm: limit; 0 measures without clipping.
         norm_type: p of the norm; `inf` for the largest entry.
+        device: where the norm is computed; None takes the gradients'.
 
     Returns:
-        fp32 scalar on the gradients' device; no host synchronisation.
+        fp32 scalar; no host synchronisation.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    norms = torch._foreach_norm([grad.float() for grad in grads], norm_type)
-    total = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
-    if max_norm > 0:
+    by_groups: dict[NormGroups, list[Tensor]] = {}
+    for parameter, groups in parameters:
+        mine = by_groups.setdefault(groups, [])
+        if parameter.grad is not None:
+            mine.append(local_part(parameter.grad))
+    grads = [grad for part in by_groups.values() for grad in part]
+    device = device or (grads[0].device if grads else torch.device("cpu"))
+    parts = []
+    for groups, part in by_groups.items():
+        norm = torch.zeros((), device=device)
+        if part:
+            norms = torch._foreach_norm([grad.float() for grad in part], norm_type)
+            norm = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type).to(device)
+        parts.append(_norm_over(norm, groups, norm_type))
+    total = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), device=device)
+    if max_norm > 0 and grads:
         # A non-finite norm gives a non-finite factor, on purpose: a broken gradient must not become a small one.
-        torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
     return total
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+def _norm_over(norm: Tensor, groups: NormGroups, norm_type: float) -> Tensor:
+    """Norm of a vector whose parts, on the ranks of all groups, have the norms given."""
+    if math.isinf(norm_type):
+        for group in groups:
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    power = norm**norm_type
+    for group in groups:
+        dist.all_reduce(power, group=group)
+    return power ** (1 / norm_type) if groups else norm
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Moments of the optimizer as `<moment>.<parameter name>`; empty for plain gradient descent."""
-    return {
-        f"{moment}.{name}": optimizer.state[parameter][moment]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter."""
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[str, str, Tensor]]:
+    """(moment, parameter name, tensor) of everything the optimizer keeps; empty for plain gradient descent."""
+    return [
+        (moment, name, optimizer.state[parameter][moment])
         for name, parameter in named_parameters.items()
-        for moment in _MOMENTS
+        for moment in MOMENTS
         if moment in optimizer.state.get(parameter, {})
-    }
+    ]
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, num_steps_done: int) -> None:
@@ -104,7 +143,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, num_steps_done: int) -> Non
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if isinstance(optimizer, torch.optim.AdamW):
                 on_device = bool(group.get("fused")) or bool(group.get("capturable"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dbsp_megatron.train.distributed import World
-from dbsp_megatron.train.native import peak_memory_gib
+from dbsp_megatron.train.memory import peak_memory_gib
 
 _NAMES = ("sp/kernel_ms", "sp/exposed_ms", "sp/bytes_sent", "mem/peak_gib")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from dbsp_megatron.data import BatchPlan, PixelPatchEncoder, VideoDataset, iter_
 from dbsp_megatron.models.dit import DiTConfig, VideoDiT
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
-from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
 from dbsp_megatron.train.checkpoint import (
@@ -29,12 +28,15 @@ from dbsp_megatron.train.checkpoint import (
     save_checkpoint,
 )
 from dbsp_megatron.train.continuation import check_continuation, run_lock
-from dbsp_megatron.train.distributed import World, build_mesh
+from dbsp_megatron.train.distributed import World
+from dbsp_megatron.train.engines import StepWork, build_engine
 from dbsp_megatron.train.forward import ShardedModel
-from dbsp_megatron.train.native import NativeEngine, peak_memory_gib
+from dbsp_megatron.train.memory import peak_memory_gib
+from dbsp_megatron.train.mesh import build_mesh, megatron_mesh, sequence_parallel
 from dbsp_megatron.train.rank_metrics import own_numbers, rank_metrics
 from dbsp_megatron.train.report import RunReport
 from dbsp_megatron.train.signals import StopRequest
+from dbsp_megatron.train.state import StateTensor
 
 logger = get_logger(__name__)
 
@@ -54,7 +56,11 @@ class Trainer:
     def __init__(self, config: TrainConfig, world: World, dataset: VideoDataset) -> None:
         self.world = world
         resolved = config.validate(world.size)
-        self.mesh = build_mesh(world, resolved.mesh.sp_size)
+        self.mesh = (
+            megatron_mesh(world, resolved.mesh, config.parallel)
+            if config.train.engine == "megatron"
+            else build_mesh(world, resolved.mesh.sp_size, config.parallel)
+        )
         checkpoint = self._find_checkpoint(config)
         if checkpoint is not None and config.run.resume == "auto":
             check_continuation(checkpoint.state, config, _model_config(config), is_main=world.is_main)
@@ -63,9 +69,9 @@ class Trainer:
         self.config = config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
         loop = config.train
         self.model_config = _model_config(config)
-        self.sp = SequenceParallel(with_degrees(config.sp, resolved.mesh), self.mesh.sp_group)
-        module = VideoDiT(self.model_config, sp=self.sp).to(world.device)
-        self.engine = NativeEngine(module, config.optim, loop, world)
+        self.sp = sequence_parallel(with_degrees(config.sp, resolved.mesh), self.mesh)
+        module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device)
+        self.engine = build_engine(module, config, world, self.mesh)
         self.sharded = ShardedModel(
             self.engine.forward,
             self.model_config,
@@ -73,6 +79,7 @@ class Trainer:
             config.mask,
             device=world.device,
             precision=loop.precision,
+            reorders=config.parallel.model_size == 1,
         )
         self.num_train = self._check_data(dataset)
         encoder = PixelPatchEncoder(config.data.patch_size)
@@ -81,7 +88,7 @@ class Trainer:
         self.steps_done = 0
         self._last_saved = -1
         if checkpoint is not None:
-            checkpoint.load_tensors(self.engine.prepare_load(checkpoint.step), world, may_differ=in_coarse_branch)
+            self._load_from(checkpoint, self.engine.prepare_load(checkpoint.step))
             self.steps_done = self._last_saved = checkpoint.step
             logger.info("resumed from %s at step %d", checkpoint.path, checkpoint.step)
         elif config.run.init_from:
@@ -97,6 +104,10 @@ class Trainer:
         stop = StopRequest() if stop is None else stop
         with run_lock(Path(self.config.run.root) / self.config.run.name, self.world):
             return self._run(stop)
+
+    def close(self) -> None:
+        """Release the engine's process groups; the trainer is not used afterwards."""
+        self.engine.close()
 
     def _run(self, stop: StopRequest) -> int:
         config, world = self.config, self.world
@@ -168,19 +179,14 @@ class Trainer:
     def _optimize(self, step: int, batches: Sequence[MicroBatch], stop: StopRequest) -> tuple[dict[str, Any], bool]:
         self.sharded.recalibrate()
         self.sp.begin_step(step)
-        channels = self.model_config.patch_out_dim
+        channels, mesh = self.model_config.patch_out_dim, self.mesh
         local_tokens = sum(len(batch.samples) * len(self.sharded.video_positions(batch.grid)) for batch in batches)
         # Counted over every rank and micro-batch before the first backward, so that each token weighs the same.
-        num_tokens = int(self.world.sum(torch.tensor(local_tokens)))
-        total = torch.zeros((), device=self.world.device)
-        for index, batch in enumerate(batches):
-            with self.engine.accumulation(last=index == len(batches) - 1), self.sharded.session(batch.grid):
-                loss = self._loss_sum(batch, step)
-                self.engine.backward(loss, num_tokens * channels)
-                total += loss.detach()
+        num_tokens = int(self.world.sum(mesh.counted(torch.tensor(local_tokens))))
+        total = self.engine.forward_backward(self._work(batches, step, num_tokens))
         norm, lr = self.engine.step(step)
         logged = self._is_logged(step + 1)
-        own = [float(total), float(stop.requested())]
+        own = [float(mesh.counted(total)), float(stop.requested())]
         # The device has finished the step by now: `total` was read.
         stats = self.sp.stats(by_rank=logged)
         if logged:
@@ -196,8 +202,17 @@ class Trainer:
         }
         return row, bool(shared[1] > 0)
 
-    def _loss_sum(self, batch: MicroBatch, step: int) -> Tensor:
-        """Squared error summed over this rank's tokens; call inside the model's session."""
+    def _work(self, batches: Sequence[MicroBatch], step: int, num_tokens: int) -> StepWork[MicroBatch]:
+        return StepWork(
+            batches=batches,
+            session=lambda batch: self.sharded.session(batch.grid),
+            forward=lambda batch: self._forward(batch, step),
+            num_tokens=num_tokens,
+            num_channels=self.model_config.patch_out_dim,
+        )
+
+    def _forward(self, batch: MicroBatch, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The model's output, and what makes of it the squared error summed over this rank's tokens."""
         loop, grid = self.config.train, batch.grid
         timesteps = flow_matching.draw_timesteps(
             seed=loop.seed,
@@ -211,8 +226,9 @@ class Trainer:
         data, noise = self.sharded.shard(batch.tokens, grid), self.sharded.shard(noise, grid)
         on_device = timesteps.to(self.world.device)
         noisy = flow_matching.interpolate(data, noise, on_device)
-        predicted = self.sharded.velocity(noisy, on_device, grid, batch.context)
-        return flow_matching.squared_error_sum(predicted, flow_matching.velocity(data, noise))
+        target = flow_matching.velocity(data, noise)
+        output = self.sharded.velocity(noisy, on_device, grid, batch.context)
+        return output, lambda predicted: flow_matching.squared_error_sum(predicted, target)
 
     @torch.no_grad()
     def evaluate(self, draws: int = 1) -> float:
@@ -225,16 +241,19 @@ class Trainer:
         self.engine.module.eval()
         sharded, self.sharded.module = self.sharded.module, self.engine.module
         for index in iter_validation(self.config.train.eval_samples, self.mesh.dp_rank, self.mesh.dp_size):
-            # Data-parallel groups do not meet inside the model, so a group with no clip left may skip the round.
-            if index is not None:
-                batch = self.loader.load([self.num_train + index])
-                with self.sharded.session(batch.grid):
-                    # Always the draws of the first steps: losses of different steps are to be comparable.
-                    sums[0] += sum(float(self._loss_sum(batch, draw)) for draw in range(draws))
-                sums[1] += draws * len(self.sharded.video_positions(batch.grid)) * self.model_config.patch_out_dim
+            # Groups with different samples may skip the round when no clip is left, unless the model makes them meet:
+            # then they work on some clip that does not count.
+            if index is None and not self.engine.meets_in_forward:
+                continue
+            batch = self.loader.load([self.num_train + (index or 0)])
+            counts = float(index is not None)
+            for draw in range(draws):
+                # Always the draws of the first steps: losses of different steps are to be comparable.
+                sums[0] += counts * float(self.engine.evaluate(self._work([batch], draw, num_tokens=1)))
+            sums[1] += counts * draws * len(self.sharded.video_positions(batch.grid)) * self.model_config.patch_out_dim
         self.sharded.module = sharded
         self.engine.module.train()
-        total, count = self.world.sum(sums).tolist()
+        total, count = self.world.sum(self.mesh.counted(sums)).tolist()
         return total / count
 
     def save(self) -> None:
@@ -248,15 +267,24 @@ class Trainer:
             "world_size": self.world.size,
             "has_ema": self.engine.ema is not None,
         }
-        tensors = self.engine.tensors()
         save_checkpoint(
-            self.checkpoints, self.steps_done, tensors, state, self.world, keep_last=self.config.train.keep_last
+            self.checkpoints,
+            self.steps_done,
+            self.engine.state(),
+            state,
+            self.world,
+            keep_last=self.config.train.keep_last,
+            group=self.mesh.stage_group,
         )
         self._last_saved = self.steps_done
 
+    def _load_from(self, checkpoint: Checkpoint, tensors: dict[str, StateTensor]) -> None:
+        checkpoint.load_tensors(tensors, self.world, may_differ=in_coarse_branch, group=self.mesh.stage_group)
+        self.engine.loaded()
+
     def _start_from(self, checkpoint: Checkpoint) -> None:
         """Take the weights of a checkpoint, and nothing else of it."""
-        checkpoint.load_tensors(self.engine.weights(), self.world, may_differ=in_coarse_branch)
+        self._load_from(checkpoint, self.engine.weights())
         if self.engine.ema is not None:
             self.engine.ema.restart()
         logger.info("weights of %s (step %d)", checkpoint.path, checkpoint.step)

@@ -17,7 +17,7 @@ from dbsp_megatron.infer.pipeline import SamplingPipeline
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
 from tests.harness import run_ranks
-from tests.integration.training import MODEL, make_config, make_trainer, this_world
+from tests.integration.training import MODEL, make_config, make_trainer, this_world, whole_state
 
 
 def _saved_run(root: Path, text: str = "none") -> None:
@@ -29,7 +29,7 @@ def _saved_run(root: Path, text: str = "none") -> None:
     trainer.train_step(0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, tensor in trainer.engine.tensors().items():
+        for name, tensor in whole_state(trainer).items():
             if name.startswith("ema."):
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
     trainer.steps_done = 1

@@ -19,7 +19,7 @@ from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
 from dbsp_megatron.train.trainer import Trainer
 from tests.harness import run_ranks
-from tests.integration.training import make_config, make_trainer, this_world, with_run
+from tests.integration.training import make_config, make_trainer, this_world, whole_state, with_run
 
 DENSE = MaskConfig(method="dense")
 VSA = MaskConfig(method="vsa", density=0.4, ramp="linear", ramp_steps=2)
@@ -89,8 +89,8 @@ def test_a_run_with_a_checkpoint_goes_on_from_it(tmp_path: Path) -> None:
     first = _trained(_config(tmp_path, "vsa", VSA, "dense"))
     again = make_trainer(_config(tmp_path, "vsa", VSA, "dense"))
     assert again.steps_done == 2
-    for name, tensor in first.engine.tensors().items():
-        assert torch.equal(again.engine.tensors()[name], tensor), name
+    for name, tensor in whole_state(first).items():
+        assert torch.equal(whole_state(again)[name], tensor), name
 
 
 def test_resume_takes_a_dense_optimizer_into_a_vsa_model(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_resume_takes_a_dense_optimizer_into_a_vsa_model(tmp_path: Path) -> None
     config = with_run(_config(tmp_path, "vsa", VSA), resume=str(tmp_path / "dense"))
     vsa = make_trainer(config)
     assert vsa.steps_done == 2
-    old, new = dense.engine.tensors(), vsa.engine.tensors()
+    old, new = whole_state(dense), whole_state(vsa)
     for name, tensor in new.items():
         if name.startswith("optim."):
             assert torch.equal(tensor, old.get(name, torch.zeros_like(tensor))), name

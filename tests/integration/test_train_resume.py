@@ -18,7 +18,16 @@ from dbsp_megatron.observability import read_metrics
 from dbsp_megatron.train.signals import StopRequest
 from dbsp_megatron.train.trainer import Trainer
 from tests.harness import run_ranks
-from tests.integration.training import MemoryClips, make_config, make_trainer, this_world, train, weights, with_run
+from tests.integration.training import (
+    MemoryClips,
+    make_config,
+    make_trainer,
+    this_world,
+    train,
+    weights,
+    whole_state,
+    with_run,
+)
 
 Run = tuple[list[float], Tensor]
 
@@ -29,13 +38,13 @@ def _first_half(config: TrainConfig, num_steps: int) -> tuple[list[float], dict[
     losses = [trainer.train_step(step)["train/loss"] for step in range(num_steps)]
     trainer.steps_done = num_steps
     trainer.save()
-    return losses, {name: tensor.clone() for name, tensor in trainer.engine.tensors().items()}
+    return losses, {name: tensor.clone() for name, tensor in whole_state(trainer).items()}
 
 
 def _second_half(config: TrainConfig, saved: dict[str, Tensor]) -> Run:
     """Resume and train to the end; checks that the state is the saved one, bit for bit."""
     trainer = make_trainer(config)
-    tensors = trainer.engine.tensors()
+    tensors = whole_state(trainer)
     assert tensors.keys() == saved.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, saved[name]), name

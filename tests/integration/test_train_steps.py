@@ -15,7 +15,7 @@ from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import MicroBatch
 from dbsp_megatron.train.signals import StopRequest
 from tests.harness import run_ranks
-from tests.integration.training import make_config, make_trainer, this_world, weights
+from tests.integration.training import make_config, make_trainer, this_world, weights, whole_state
 
 SGD = OptimConfig(name="sgd", lr=1.0, schedule="constant")
 
@@ -114,7 +114,7 @@ def test_bf16_keeps_fp32_weights(tmp_path: Path) -> None:
         loop = dataclasses.replace(config.train, precision=precision)  # type: ignore[arg-type]
         trainer = make_trainer(dataclasses.replace(config, train=loop))
         losses[precision] = [trainer.train_step(step)["train/loss"] for step in range(2)]
-        assert {tensor.dtype for tensor in trainer.engine.tensors().values()} == {torch.float32}
+        assert {tensor.dtype for tensor in whole_state(trainer).values()} == {torch.float32}
     assert losses["fp32"] != losses["bf16"]
     torch.testing.assert_close(torch.tensor(losses["bf16"]), torch.tensor(losses["fp32"]), rtol=0.02, atol=0)
 

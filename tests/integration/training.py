@@ -17,6 +17,7 @@ from dbsp_megatron.data.dataset import Clip
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
 from dbsp_megatron.train.distributed import World
+from dbsp_megatron.train.state import gathered
 from dbsp_megatron.train.trainer import Trainer
 
 MODEL = """
@@ -89,6 +90,11 @@ def this_world() -> World:
 def make_trainer(config: TrainConfig, num_clips: int = 5) -> Trainer:
     """Trainer on clips in memory."""
     return Trainer(config, this_world(), MemoryClips(num_clips, config.data))  # type: ignore[arg-type]
+
+
+def whole_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Everything that a checkpoint holds; the live tensors, where they are not split over ranks."""
+    return {name: gathered(tensor) for name, tensor in trainer.engine.state().items()}
 
 
 def weights(trainer: Trainer) -> Tensor:

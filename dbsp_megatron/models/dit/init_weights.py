@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -36,19 +37,20 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 @torch.no_grad()
-def init_weights(module: torch.nn.Module, seed: int, tp_group: ProcessGroup | None) -> None:
+def init_weights(named: Mapping[str, torch.nn.Parameter], seed: int, tp_group: ProcessGroup | None) -> None:
     """Fills every parameter.
 
     Matrices are normal with standard deviation `fan_in ** -0.5`, vectors are zero, and marked parameters are constant.
     A tensor-parallel rank draws the whole matrix and keeps its slice, so that any split starts from the same weights.
 
     Args:
-        module: Parameters on any device; those on the meta device are left alone.
+        named: Parameters on any device, by the name they have in the whole model; those on the meta device are left
+            alone.
         seed: Any integer.
         tp_group: Tensor-parallel group, None for one rank.
     """
     rank, size = group_rank(tp_group), group_size(tp_group)
-    for name, parameter in module.named_parameters():
+    for name, parameter in named.items():
         if parameter.is_meta:
             continue
         values = getattr(parameter, "init_values", None)

@@ -33,8 +33,7 @@ def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection
         sp_size: Ranks that share a sequence.
 
     Raises:
-        ValueError: If the heads or the feed-forward cannot be split over the tensor-parallel ranks, or pipeline
-            parallelism is asked for.
+        ValueError: If heads, channels or layers cannot be split over the ranks.
     """
     tp_size = group_size(pg_collection.tp)
     for name, value in (
@@ -48,10 +47,11 @@ def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection
                 f"{name} must be divisible by the tensor-parallel size {tp_size}; got {value}. "
                 "Use a smaller tensor-parallel size; sequence parallelism has no such rule"
             )
-    if group_size(getattr(pg_collection, "pp", None)) > 1:
+    pp_size = group_size(getattr(pg_collection, "pp", None))
+    if dit.num_attention_layers % pp_size:
         raise ValueError(
-            f"pipeline parallel size must be 1 for VideoDiT; got {group_size(pg_collection.pp)}. "
-            "Use tensor, sequence and data parallelism"
+            f"num_layers + num_single_layers must be divisible by the pipeline-parallel size {pp_size}; got "
+            f"{dit.num_attention_layers}. Use a smaller pipeline-parallel size"
         )
     return TransformerConfig(
         num_layers=dit.num_attention_layers,
@@ -67,6 +67,11 @@ def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection
         attention_dropout=0.0,
         tensor_model_parallel_size=tp_size,
         context_parallel_size=sp_size,
+        pipeline_model_parallel_size=pp_size,
+        pipeline_dtype=torch.float32,
+        # Ranks of a sequence may hold unequal numbers of tokens, so stages tell one another how many come.
+        variable_seq_lengths=pp_size > 1,
+        moe_token_dispatcher_type="alltoall",  # there are no experts; the default contradicts variable lengths
         params_dtype=torch.float32,
         # Parameters are made on the default device and filled by `init_weights`, the same for every split.
         use_cpu_initialization=True,

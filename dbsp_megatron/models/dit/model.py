@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
+from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from dbsp_megatron.compat import process_groups
+from dbsp_megatron.compat import group_rank, group_size, process_groups
 from dbsp_megatron.models.dit.attention import CoreAttention
 from dbsp_megatron.models.dit.block import DiTBlock
 from dbsp_megatron.models.dit.conditioning import Conditioning
@@ -55,10 +57,17 @@ class VideoDiT(MegatronModule):
         groups = process_groups(pg_collection)
         super().__init__(config=dit_transformer_config(config, groups, 1 if sp is None else sp.size))
         self.dit_config = config
+        # What Megatron's schedules and gradient reduction ask a model for.
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = False
         self.pg_collection = groups
         self.tp_group = groups.tp
         dtype = self.config.params_dtype
-        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, dtype=dtype)
+        stage, num_stages = group_rank(groups.pp), group_size(groups.pp)
+        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
+        self._first_layer = stage * (config.num_attention_layers // num_stages)
+        self._input: Tensor | None = None
+        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, dtype=dtype) if self.pre_process else None
         self.time_embed = TimestepEmbedding(config, dtype)
         self.time_proj: nn.Linear | None = None
         if config.modulation == "table":
@@ -66,16 +75,43 @@ class VideoDiT(MegatronModule):
                 config.time_channels, 2 * self._num_streams * 3 * config.hidden_size, dtype=dtype
             )
             zero_init(self.time_proj)
-        self.text_proj = None if config.text == "none" else TextProjection(config, dtype)
+        # Text in the sequence enters with the video; a context for cross-attention is needed by every stage.
+        has_text_proj = config.text == "cross" or (config.has_joint_text and self.pre_process)
+        self.text_proj = TextProjection(config, dtype) if has_text_proj else None
         core = default_core_attention(sp) if core_attention is None else core_attention
         self.block = DiTBlock(
-            self.config, dit_block_spec(config, core, sp), recompute=config.recompute, pg_collection=groups
+            self.config,
+            self._own_layers(dit_block_spec(config, core, sp)),
+            recompute=config.recompute,
+            pg_collection=groups,
         )
-        self.output = OutputLayer(self.config, dit=config, tp_group=groups.tp)
+        self.output = OutputLayer(self.config, dit=config, tp_group=groups.tp) if self.post_process else None
         self._locate = TokenLocator(
             text_len=config.sequence_text_len, rope_axes=config.rope_axes_dims, rope_theta=config.rope_theta
         )
+        if num_stages > 1:
+            self._mark_copies()
         self.reset_parameters()
+
+    def _own_layers(self, spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+        count = self.dit_config.num_attention_layers // group_size(self.pg_collection.pp)
+        return TransformerBlockSubmodules(layer_specs=(spec.layer_specs or [])[self._first_layer :][:count])
+
+    def _mark_copies(self) -> None:
+        """Marks the timestep embedding and a cross-attention context's projection, of which every stage has a copy."""
+        for module in (self.time_embed, self.time_proj, self.text_proj if self.dit_config.text == "cross" else None):
+            for parameter in () if module is None else module.parameters():
+                # Megatron's names: gradients are summed over stages; `shared` keeps copies out of the gradient norm.
+                parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+                parameter.shared = not self.pre_process  # type: ignore[attr-defined]
+
+    def global_name(self, name: str) -> str:
+        """Name of a parameter in a model that is not cut into pipeline stages."""
+        head, found, rest = name.partition("block.layers.")
+        if not found or head or not self._first_layer:
+            return name
+        number, _, tail = rest.partition(".")
+        return f"block.layers.{int(number) + self._first_layer}.{tail}"
 
     @property
     def _num_streams(self) -> int:
@@ -83,10 +119,12 @@ class VideoDiT(MegatronModule):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Fills all parameters from a seed, default `config.init_seed`, alike for every split over ranks."""
-        init_weights(self, self.dit_config.init_seed if seed is None else seed, self.tp_group)
+        named = {self.global_name(name): parameter for name, parameter in self.named_parameters()}
+        init_weights(named, self.dit_config.init_seed if seed is None else seed, self.tp_group)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Part of Megatron's schedule contract; there is no earlier pipeline stage to take a tensor from."""
+        """What the earlier pipeline stage sent, [s_local, b, hidden], or a list of one; for Megatron's schedules."""
+        self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def _check_inputs(
         self, video_tokens: Tensor, timestep: Tensor, context: Tensor | None, tokens: LocalTokens
@@ -124,6 +162,18 @@ class VideoDiT(MegatronModule):
             cross = self.text_proj(context).transpose(0, 1)
         return Conditioning(tokens=tokens, embedding=F.silu(time_embedding), table=table, context=cross)
 
+    def _embed(self, video_tokens: Tensor, context: Tensor | None, tokens: LocalTokens) -> Tensor:
+        """Hidden states [s_local, b, hidden] that enter the layers of this stage."""
+        if self.patch_embed is None:
+            if self._input is None:
+                raise ValueError("a later pipeline stage needs set_input_tensor() before forward; got no tensor")
+            return self._input
+        x: Tensor = self.patch_embed(video_tokens).transpose(0, 1)
+        if self.dit_config.has_joint_text and context is not None and self.text_proj is not None:
+            text = self.text_proj(context.index_select(1, tokens.text_positions)).transpose(0, 1)
+            x = tokens.merge(text, x)
+        return x.contiguous()
+
     def forward(
         self,
         video_tokens: Tensor,
@@ -144,7 +194,7 @@ class VideoDiT(MegatronModule):
             context: [B, L, text_dim], the whole text on every rank.
 
         Returns:
-            [B, s_video_local, patch_out_dim].
+            [B, s_video_local, patch_out_dim]; hidden states [s_local, B, hidden] if later pipeline stages follow.
 
         Raises:
             ValueError: If the shapes do not fit together.
@@ -153,11 +203,9 @@ class VideoDiT(MegatronModule):
         self._check_inputs(video_tokens, timestep, context, tokens)
         time_embedding = self.time_embed(timestep)
         conditioning = self._conditioning(time_embedding, context, tokens)
-        x = self.patch_embed(video_tokens).transpose(0, 1)
-        if self.dit_config.has_joint_text and context is not None and self.text_proj is not None:
-            text = self.text_proj(context.index_select(1, tokens.text_positions)).transpose(0, 1)
-            x = tokens.merge(text, x)
-        x = self.block(x.contiguous(), conditioning)
+        x = self.block(self._embed(video_tokens, context, tokens), conditioning)
+        if self.output is None:
+            return x
         if self.dit_config.has_joint_text:
             x = tokens.split(x)[1]
         predicted: Tensor = self.output(x, time_embedding).transpose(0, 1)

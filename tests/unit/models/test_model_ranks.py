@@ -186,6 +186,60 @@ def test_video_dit_refuses_heads_that_tensor_parallelism_cannot_split() -> None:
     assert all("num_kv_heads must be divisible by the tensor-parallel size 2; got 1" in text for text in messages)
 
 
-def test_video_dit_refuses_pipeline_parallelism() -> None:
-    messages = run_ranks(refused_rank, 2, tiny_config("none"), "pp")
-    assert all("pipeline parallel size must be 1" in text for text in messages)
+def test_video_dit_refuses_layers_that_stages_cannot_share() -> None:
+    messages = run_ranks(refused_rank, 2, tiny_config("none", num_layers=3), "pp")
+    assert all("divisible by the pipeline-parallel size 2; got 3" in text for text in messages)
+
+
+def pipeline_rank(rank: int, world_size: int, config: DiTConfig) -> dict[str, Any]:
+    """One of two stages: hidden states go forth, their gradient comes back."""
+    groups = ProcessGroupCollection(tp=None, cp=None, pp=dist.group.WORLD)
+    model = VideoDiT(config, core_attention=DenseCore, pg_collection=groups).double()
+    initial = {model.global_name(name): p.detach().clone() for name, p in model.named_parameters()}
+    whole = dict(make_model(config).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(whole[model.global_name(name)])
+    inputs = make_inputs(config)
+    hidden = torch.zeros(
+        sequence_length(config), len(inputs["timestep"]), config.hidden_size, dtype=torch.float64, requires_grad=True
+    )
+    if rank == 0:
+        out = model(**inputs)
+        dist.send(out.detach(), 1)
+        dist.recv(hidden.data, 1)
+        out.backward(hidden.data)
+    else:
+        dist.recv(hidden.data, 0)
+        model.set_input_tensor([hidden])
+        out = model(**inputs)
+        (out * loss_weight(config)).sum().backward()
+        assert hidden.grad is not None
+        dist.send(hidden.grad, 0)
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if getattr(parameter, "pipeline_parallel", False):
+            dist.all_reduce(parameter.grad)
+        grads[model.global_name(name)] = parameter.grad
+    shared = sorted(name for name, p in model.named_parameters() if getattr(p, "shared", False))
+    return {"out": out.detach(), "grads": grads, "initial": initial, "shared": shared}
+
+
+@pytest.mark.parametrize("text", MODES)
+def test_pipeline_stages_equal_one_process(text: str) -> None:
+    """Outputs, all gradients (conditioning summed over its copies), initial weights by their names in the whole."""
+    config = tiny_config(text)
+    expected, expected_grads = run_whole(config, make_inputs(config))
+    first, last = run_ranks(pipeline_rank, 2, config)
+    torch.testing.assert_close(last["out"], expected)
+    together = first["grads"] | last["grads"]
+    assert together.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(together[name], grad, msg=lambda m, n=name: f"{n}: {m}")
+    fresh = dict(VideoDiT(config, core_attention=DenseCore).double().named_parameters())
+    for stage in (first, last):
+        for name, values in stage["initial"].items():
+            assert torch.equal(values, fresh[name]), name
+    assert first["shared"] == []
+    assert last["shared"], "the second stage's copies would count twice in the gradient norm"

@@ -55,7 +55,7 @@ def _clip_on_rank(rank: int, world_size: int) -> list[tuple[float, float]]:
     for norm_type in (1.0, 2.0, math.inf):
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([0.8])
-        norm = clip_by_global_norm([parameter], 1.0, norm_type)
+        norm = clip_by_global_norm([(parameter, ())], 1.0, norm_type)
         results.append((norm.item(), parameter.grad.item()))
     return results
 
@@ -71,16 +71,16 @@ def test_clip_by_global_norm_does_not_add_up_equal_gradients_of_ranks() -> None:
 def test_clip_by_global_norm_scales_all_gradients_alike() -> None:
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     first.grad, second.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip_by_global_norm([first, second], 0.0).item() == pytest.approx(5.0)
+    assert clip_by_global_norm([(first, ()), (second, ())], 0.0).item() == pytest.approx(5.0)
     assert first.grad[0].item() == 3.0
-    assert clip_by_global_norm([first, second], 1.0).item() == pytest.approx(5.0)
+    assert clip_by_global_norm([(first, ()), (second, ())], 1.0).item() == pytest.approx(5.0)
     torch.testing.assert_close(torch.cat([first.grad, second.grad]), torch.tensor([0.6, 0.0, 0.8]))
 
 
 def test_clip_by_global_norm_does_not_hide_broken_gradients() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, math.nan])
-    assert math.isnan(clip_by_global_norm([parameter], 1.0).item())
+    assert math.isnan(clip_by_global_norm([(parameter, ())], 1.0).item())
     assert parameter.grad.isnan().all()
 
 
@@ -101,8 +101,10 @@ def test_saved_state_continues_like_the_original(name: str) -> None:
         advance(models[0], optimizers[0])
     models[1].load_state_dict(models[0].state_dict())
     allocate_state(optimizers[1], 3)
-    saved = state_tensors(optimizers[0], dict(models[0].named_parameters()))
-    loaded = state_tensors(optimizers[1], dict(models[1].named_parameters()))
+    saved, loaded = (
+        {(moment, name): tensor for moment, name, tensor in state_tensors(optimizer, dict(model.named_parameters()))}
+        for optimizer, model in zip(optimizers, models, strict=True)
+    )
     assert saved.keys() == loaded.keys()
     assert len(saved) == (12 if name == "adamw" else 0)
     for key, tensor in saved.items():
