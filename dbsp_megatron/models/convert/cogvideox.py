@@ -99,8 +99,8 @@ def _positions(settings: Settings, head_dim: int, size: int, frames: int | None)
     rows, columns = settings.number("sample_height") // size, settings.number("sample_width") // size
     fields: dict[str, Any] = {"rope_axes": (0, 0, 0)}
     if rotary:
-        if head_dim % 8:
-            raise ValueError(f"attention_head_dim must be a multiple of 8 with rotary embeddings; got {head_dim}")
+        if head_dim % 16:
+            raise ValueError(f"attention_head_dim must be a multiple of 16 with rotary embeddings; got {head_dim}")
         fields["rope_axes"] = (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3)
         if frames is None:
             fields["rope_base_grid"] = (rows, columns)

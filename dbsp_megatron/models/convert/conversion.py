@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron.models.convert import cogvideox, wan
-from dbsp_megatron.models.convert.mapping import Rule, check_shapes, their_shapes
+from dbsp_megatron.models.convert.mapping import Rule, check_shapes, their_tensors
 from dbsp_megatron.models.dit.config import DiTConfig
 
 FAMILIES: dict[str, ModuleType] = {module.CLASS_NAME: module for module in (wan, cogvideox)}
@@ -65,6 +65,11 @@ class Conversion:
     def check_ours(self, found: Mapping[str, tuple[int, ...]], where: str) -> None:
         """Like `check_theirs`, for our tensors."""
         check_shapes(found, self.our_shapes, where)
+
+    def their_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Dtypes of the tensors that `to_theirs` makes, by name and in its order, from those of ours."""
+        ours = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in self.our_shapes.items()}
+        return {name: tensor.dtype for name, tensor in their_tensors(self.rules, ours).items()}
 
     def to_ours(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Our tensors one after another.
@@ -156,13 +161,13 @@ def _conversion(class_name: str, config: dict[str, Any], model: DiTConfig) -> Co
     from dbsp_megatron.models.dit.model import VideoDiT  # imports megatron-core, which reading a config need not
 
     with torch.device("meta"):
-        ours = {name: tuple(parameter.shape) for name, parameter in VideoDiT(model).named_parameters()}
+        ours = {name: parameter.detach() for name, parameter in VideoDiT(model).named_parameters()}
     rules = FAMILIES[class_name].make_rules(config, model)
     return Conversion(
         class_name=class_name,
         config=config,
         model=model,
         rules=rules,
-        our_shapes=ours,
-        their_shapes=their_shapes(rules, ours),
+        our_shapes={name: tuple(tensor.shape) for name, tensor in ours.items()},
+        their_shapes={name: tuple(tensor.shape) for name, tensor in their_tensors(rules, ours).items()},
     )

@@ -99,25 +99,24 @@ def channels_first(ours: str, theirs: str, num_voxels: int) -> list[Rule]:
     ]
 
 
-def their_shapes(rules: Sequence[Rule], our_shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the other model's tensors, by name.
+def their_tensors(rules: Sequence[Rule], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The other model's tensors by name, or what they will be like.
 
     Args:
         rules: All rules of a model.
-        our_shapes: Shapes of all our tensors.
+        ours: All our tensors; meta ones give meta ones, with shape and dtype.
 
     Raises:
         ValueError: A tensor of ours is in no rule, or in two.
     """
     uses = Counter(name for rule in rules for name in rule.ours)
-    odd = sorted({name for name, count in uses.items() if count > 1} | set(uses) ^ set(our_shapes))
+    odd = sorted({name for name, count in uses.items() if count > 1} | set(uses) ^ set(ours))
     if odd:
         raise ValueError(f"every tensor must be in one rule; not so {describe_names(odd)}")
-    shapes = {}
+    made: dict[str, Tensor] = {}
     for rule in rules:
-        made = rule.to_theirs([torch.empty(tuple(our_shapes[name]), device="meta") for name in rule.ours])
-        shapes.update({name: tuple(tensor.shape) for name, tensor in zip(rule.theirs, made, strict=True)})
-    return shapes
+        made.update(zip(rule.theirs, rule.to_theirs([ours[name] for name in rule.ours]), strict=True))
+    return made
 
 
 def check_shapes(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], where: str) -> None:

@@ -61,14 +61,16 @@ def read_config(config: Mapping[str, Any]) -> DiTConfig:
         None if image_dim is None else heads * head_dim,
         why=f"with image_dim={image_dim} it is the width of the model where there is an image, and null where not",
     )
-    in_channels = settings.number("in_channels")
+    in_channels, patch = settings.number("in_channels"), settings["patch_size"]
+    if not isinstance(patch, (list, tuple)) or len(patch) != 3:
+        raise ValueError(f"patch_size must be a list of three integers; got {patch!r}")
     return DiTConfig(
         hidden_size=heads * head_dim,
         num_layers=settings.number("num_layers"),
         num_heads=heads,
         head_dim=head_dim,
         ffn_hidden_size=settings.number("ffn_dim"),
-        patch_size=tuple(settings["patch_size"]),
+        patch_size=(patch[0], patch[1], patch[2]),
         in_channels=in_channels,
         out_channels=settings["out_channels"] or in_channels,
         text="cross",

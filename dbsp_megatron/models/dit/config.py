@@ -290,6 +290,16 @@ def _config_from_text(text: str, where: str) -> DiTConfig:
         raise ValueError(f"{where}: {error}") from error
 
 
+def model_config_text(config: DiTConfig) -> str:
+    """A model description as YAML that `load_model_config` reads back; fields with their default are left out."""
+    chosen = {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    }
+    return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None)
+
+
 def model_config_names() -> list[str]:
     """Names that `load_model_config` knows without a path."""
     folder = resources.files("dbsp_megatron") / "model_configs"
