@@ -4,9 +4,9 @@ Usage:
     python tools/convert_checkpoint.py import Wan2.1-T2V-1.3B-Diffusers/transformer converted/wan
     python tools/convert_checkpoint.py export runs/my_run exported/wan --weights ema --dtype bfloat16
 
-`import` writes OUTPUT/model.yaml and a checkpoint in OUTPUT/checkpoints: `--model OUTPUT/model.yaml --init-from OUTPUT` of
-dbsp-train, or `--checkpoint OUTPUT` of dbsp-infer. `export` writes a folder for `from_pretrained`. Files are safetensors
-and JSON only, nothing is downloaded, and what cannot be carried over exactly is refused.
+`import` writes OUTPUT/model.yaml and a checkpoint in OUTPUT/checkpoints: `--model OUTPUT/model.yaml --init-from OUTPUT`
+of dbsp-train, or `--checkpoint OUTPUT` of dbsp-infer. `export` writes a folder for `from_pretrained`. Files are JSON
+and safetensors only, nothing is downloaded, and what cannot be carried over exactly is refused.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import multiprocessing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dbsp_megatron.data import PixelPatchEncoder
 from dbsp_megatron.models.convert import Conversion, from_diffusers_config
 from dbsp_megatron.models.dit.config import DiTConfig
-from dbsp_megatron.models.dit.model import VideoDiT
 
 if multiprocessing.parent_process() is not None:
     # In ranks, which wait for one another once all have imported their test, and for no more than seconds later on.
@@ -108,6 +108,21 @@ def save_theirs(case: Case, folder: Path, **options: Any) -> Any:
     return theirs
 
 
+def load_theirs(class_name: str, folder: Path) -> Any:
+    """The model that diffusers loads from a folder; every tensor must be there, and no other."""
+    import diffusers
+
+    model_class = getattr(diffusers, class_name)
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("accelerate") is None:
+            # With it, weights that a class wants in fp32 stay so where another dtype is asked for; here none is.
+            patch.setattr(model_class, "_keep_in_fp32_modules", None)
+        loaded, report = model_class.from_pretrained(folder, output_loading_info=True)
+    wrong = {key: report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[key]}
+    assert not wrong
+    return loaded.eval()
+
+
 def conversion_of(case: Case) -> Conversion:
     return from_diffusers_config({"_class_name": case.class_name, **case.settings})
 
@@ -170,9 +185,3 @@ def our_inputs(case: Case, model: DiTConfig, inputs: dict[str, Tensor], position
 def as_tokens(case: Case, model: DiTConfig, video: Tensor) -> Tensor:
     """Output [2, C, T, H, W] as tokens."""
     return PixelPatchEncoder(tuple(model.patch_size), video.shape[1]).encode(video)[0]
-
-
-def run_ours(case: Case, model: VideoDiT, inputs: dict[str, Tensor], forward: Callable[..., Tensor]) -> Tensor:
-    """Output [2, N, patch_out_dim] for all tokens."""
-    with torch.no_grad():
-        return forward(**our_inputs(case, model.dit_config, inputs))
