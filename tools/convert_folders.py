@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def export_checkpoint(
     max_shard_gib: float = 5.0,
     dry_run: bool = False,
 ) -> Converted:
-    """Make a transformer of diffusers of a checkpoint; one tensor is read after another.
+    """Make a transformer of diffusers of a checkpoint; in memory are one layer and one file of tensors at a time.
 
     Args:
         checkpoint: A run folder or a checkpoint folder.
@@ -130,19 +131,41 @@ def export_checkpoint(
         name: torch.Size(conversion.their_shapes[name]).numel() * target.itemsize for name, target in written.items()
     }
 
-    def read(name: str) -> Tensor:
-        shape, found = stored[name]
-        tensor = torch.empty(shape, dtype=found)
-        opened.load_tensors({f"{weights}.{name}": tensor}, world)
-        return tensor
-
     if not dry_run:
         cast = _caster(dtype)
         config = {"_class_name": conversion.class_name, **conversion.config}
-        tensors = ((name, cast(tensor)) for name, tensor in conversion.to_theirs(read))
+        tensors = (
+            (name, cast(tensor)) for name, tensor in conversion.to_theirs(_LayerReader(opened, weights, stored).read)
+        )
         write_diffusers_folder(output, config, tensors, sizes, max_shard_bytes=int(max_shard_gib * GIB))
     notes = [f"weights of {opened.path} (step {opened.step})"]
     return _result(conversion, output, len(sizes), sum(sizes.values()), notes, dry_run)
+
+
+class _LayerReader:
+    """Reads the tensors of a layer together: every read goes through the headers of all files of a checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, weights: str, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
+        self._checkpoint, self._weights, self._stored = checkpoint, weights, stored
+        self._held: dict[str, Tensor] = {}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name in the model; each may be asked for once."""
+        if name not in self._held:
+            layer = _layer_of(name)
+            names = [name, *(other for other in self._stored if layer and other != name and _layer_of(other) == layer)]
+            made = {other: torch.empty(shape, dtype=dtype) for other in names for shape, dtype in [self._stored[other]]}
+            self._checkpoint.load_tensors({f"{self._weights}.{key}": tensor for key, tensor in made.items()}, World())
+            self._held = made
+        return self._held.pop(name)
+
+
+def _layer_of(name: str) -> str:
+    """`block.layers.N.`; empty for what is in no layer."""
+    found = re.match(r"block\.layers\.\d+\.", name)
+    return found.group() if found else ""
 
 
 def _result(
