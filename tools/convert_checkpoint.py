@@ -15,12 +15,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from dbsp_megatron.compat import quiet_megatron
-from tools.convert_folders import Converted, export_checkpoint, import_folder
+
+if TYPE_CHECKING:
+    from tools.convert_folders import Converted
 
 DTYPES = ("keep", "float32", "bfloat16", "float16")
 
@@ -29,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for what is refused."""
     options = _parser().parse_args(argv)
     quiet_megatron()
+    from tools.convert_folders import export_checkpoint, import_folder  # megatron-core warns while it is imported
+
     try:
         if options.direction == "import":
             done = import_folder(

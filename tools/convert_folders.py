@@ -83,10 +83,13 @@ def import_folder(
             torch.Size(shape).numel() * _target(dtype, stored[name]).itemsize
             for name, shape in conversion.their_shapes.items()
         )
+        text, model_file = _model_file(conversion), output / MODEL_FILE
+        if model_file.exists() and model_file.read_text(encoding="utf-8") != text:
+            raise ValueError(f"{model_file} describes another model; choose another folder")
         if not dry_run:
-            write_text(output / MODEL_FILE, _model_file(conversion))
+            write_text(model_file, text)
             tensors = {f"model.{name}": cast(tensor) for name, tensor in conversion.to_ours(source.read)}
-            state = _state(conversion, output / MODEL_FILE)
+            state = _state(conversion, model_file)
             save_checkpoint(output / "checkpoints", 0, tensors, state, World(), keep_last=1)
     notes = [f"left out, as diffusers does: {len(ignored)} tensors like {ignored[0]}"] if ignored else []
     return _result(conversion, output, len(conversion.our_shapes), num_bytes, notes, dry_run)

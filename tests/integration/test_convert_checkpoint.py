@@ -141,6 +141,10 @@ def test_what_is_refused_is_said_in_one_line(tmp_path: Path, capsys: pytest.Capt
     assert main(["import", str(source), str(middle), "--dry-run"]) == 0
     assert "would write" in capsys.readouterr().out
     assert not middle.exists()
+    middle.mkdir()
+    (middle / "model.yaml").write_text("hidden_size: 8\n")
+    assert "model.yaml describes another model" in _error(["import", source, middle], capsys)
+    (middle / "model.yaml").unlink()
     assert main(["import", str(source), str(middle), "--dtype", "bfloat16"]) == 0
     assert "holds checkpoints already" in _error(["import", source, middle], capsys)
     assert main(["export", str(middle), str(tmp_path / "dry"), "--dry-run"]) == 0

@@ -49,6 +49,23 @@ def test_load_diffusers_computes_what_diffusers_does(name: str, tmp_path: Path) 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["wan i2v", "cogvideox i2v"])
+@torch.no_grad()
+def test_every_tensor_shows_in_the_output(name: str, tmp_path: Path) -> None:
+    """The comparison above would pass on a tensor whose rows are in another order if the output did not show it."""
+    case = CASES[name]
+    theirs = save_theirs(case, tmp_path)
+    inputs, expected = _expected(name, theirs)
+    ours = load_diffusers(tmp_path, core_attention=DenseCore)
+    arguments = our_inputs(case, ours.dit_config, inputs)
+    for parameter_name, parameter in ours.named_parameters():
+        kept = parameter.clone()
+        parameter.copy_(kept.roll(1, 0))
+        assert (ours(**arguments) - expected).abs().max() > 3e-3, parameter_name
+        parameter.copy_(kept)
+    torch.testing.assert_close(ours(**arguments), expected, rtol=1e-4, atol=1e-4)
+
+
 def _split_rank(rank: int, world_size: int, name: str, folder: str, axis: str) -> tuple[Tensor, Tensor]:
     """Positions and output of this rank's video tokens."""
     case = CASES[name]
