@@ -24,7 +24,7 @@ def prelude(page: str) -> dict[str, Any]:
         names["mask"] = BlockMask(blocks, BLOCK, BLOCK, SEQLEN, SEQLEN)
     elif page.endswith("megatron.md"):
         names["x"] = torch.randn(SEQLEN, 1, 32, generator=generator)
-    elif page.endswith("diffusers.md"):
+    elif page.endswith(("convert.md", "diffusers.md")):
         names.update(_wan(generator))
     return names
 

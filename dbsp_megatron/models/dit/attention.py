@@ -158,7 +158,7 @@ class DiTSelfAttention(MegatronModule):
 
 
 class DiTCrossAttention(MegatronModule):
-    """Attention of local tokens to the text.
+    """Attention of local tokens to the text and, with `image_dim`, to an image: the sum of two attentions.
 
     Every rank holds the whole context, so sequence parallelism adds no communication, whatever the context's length.
     """
@@ -175,12 +175,23 @@ class DiTCrossAttention(MegatronModule):
         self.q_norm = _head_norm(config, dit, dit.num_heads, tp_group)
         self.k_norm = _head_norm(config, dit, dit.num_heads, tp_group)
         self.linear_proj = _row(config, dit, tp_group)
+        self.image_linear_kv: ColumnLinear | None = None
+        self.image_k_norm: HeadNorm | None = None
+        if dit.image_dim is not None:
+            self.image_linear_kv = _column(config, 2 * dit.num_heads * dit.heads_dim, tp_group)
+            self.image_k_norm = _head_norm(config, dit, dit.num_heads, tp_group)
 
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Attends from [s_local, b, hidden] to [L, b, hidden]; any L >= 1."""
-        q = self.linear_q(x)[0].unflatten(-1, (-1, self.head_dim))
-        k, v = self.linear_kv(context)[0].unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        q, k, v = (each.permute(1, 2, 0, 3) for each in (self.q_norm(q), self.k_norm(k), v))
-        out = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(-2)
+    def forward(self, x: Tensor, context: Tensor, image_context: Tensor | None = None) -> Tensor:
+        """Attends from [s_local, b, hidden] to [L, b, hidden] and to the image's [L', b, hidden]; any L, L' >= 1."""
+        q = self.q_norm(self.linear_q(x)[0].unflatten(-1, (-1, self.head_dim)))
+        out = self._attend(q, context, self.linear_kv, self.k_norm)
+        if self.image_linear_kv is not None and self.image_k_norm is not None and image_context is not None:
+            out = out + self._attend(q, image_context, self.image_linear_kv, self.image_k_norm)
         projected: Tensor = self.linear_proj(out)[0]
         return projected
+
+    def _attend(self, q: Tensor, context: Tensor, linear_kv: ColumnLinear, k_norm: HeadNorm) -> Tensor:
+        """Attention of normed queries [s_local, b, heads, d] to [L, b, hidden], as [s_local, b, heads * d]."""
+        k, v = linear_kv(context)[0].unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k_norm(k), v))
+        return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(-2)

@@ -21,3 +21,5 @@ class Conditioning:
     """float32 [2, num_streams, 3, b, hidden_size]: the shared part of `modulation: table`."""
     context: Tensor | None = None
     """[L, b, hidden_size]: projected text for cross-attention, the whole of it on every rank."""
+    image_context: Tensor | None = None
+    """[L, b, hidden_size]: projected image tokens for cross-attention, all of them on every rank."""

@@ -16,6 +16,7 @@ TextMode = Literal["none", "cross", "joint", "dual_stream"]
 QKNorm = Literal["none", "rms_head", "layer_head", "rms_hidden"]
 Modulation = Literal["table", "linear"]
 TextProjectionKind = Literal["linear", "mlp"]
+PositionEmbeddingKind = Literal["none", "sincos", "learned"]
 Recompute = Literal["none", "full"]
 
 
@@ -70,6 +71,9 @@ class DiTConfig:
     """Text tokens; for `joint` and `dual_stream` the number that comes first in the sequence."""
     text_projection: TextProjectionKind = "mlp"
     """How text channels become `hidden_size`: one linear layer, or two with a tanh-GELU between."""
+    image_dim: int | None = None
+    """Channels of an image encoder's output: the cross-attention also attends to its tokens, with keys and values of
+    their own (Wan's image to video). None: no image. Needs `text: cross`."""
     qk_norm: QKNorm = "rms_head"
     """Norm of queries and keys: RMS or LayerNorm over each head, or RMS over all heads at once."""
     qk_norm_eps: float = 1e-6
@@ -79,9 +83,19 @@ class DiTConfig:
     start from broad to narrow attention. Needs `qk_norm: rms_hidden`, whose gains are per head."""
     rope_axes: tuple[int, int, int] | None = None
     """Head channels rotated by time, height and width; None means Wan's split, `2 * (head_dim // 6)` for height and
-    width and the rest for time."""
+    width and the rest for time. Three zeros: no rotation."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_base_grid: tuple[int, int] | None = None
+    """Height and width, in patches, of the videos of training: on any other grid rotary coordinates are spread over the
+    region of this one that has the same aspect ratio (CogVideoX). None counts patches."""
+    position_embedding: PositionEmbeddingKind = "none"
+    """What is added to tokens at the input, beside the rotation of queries and keys: sinusoids of time, width and
+    height, or a learned row for each token of `[text ; video]`."""
+    position_grid: tuple[int, int, int] | None = None
+    """Patches along time, height and width that `position_embedding: learned` has rows for; no other grid is taken."""
+    position_scales: tuple[float, float] = (1.0, 1.0)
+    """With `position_embedding: sincos`, coordinates along time, and along height and width, are divided by these."""
     modulation: Modulation = "linear"
     """Where shift, scale and gate come from: a linear layer of the timestep embedding in every layer, or one for the
     whole model plus a learned table in every layer."""
@@ -110,10 +124,13 @@ class DiTConfig:
         _choice("text_projection", self.text_projection, TextProjectionKind)
         _choice("qk_norm", self.qk_norm, QKNorm)
         _choice("modulation", self.modulation, Modulation)
+        _choice("position_embedding", self.position_embedding, PositionEmbeddingKind)
         _choice("recompute", self.recompute, Recompute)
         for name in ("hidden_size", "num_layers", "num_heads", "in_channels"):
             _positive_int(name, getattr(self, name))
-        for name in ("num_kv_heads", "head_dim", "ffn_hidden_size", "out_channels", "text_dim", "time_embed_dim"):
+        for name in (
+            "num_kv_heads", "head_dim", "ffn_hidden_size", "out_channels", "text_dim", "image_dim", "time_embed_dim",
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 _positive_int(name, getattr(self, name))
         if not isinstance(self.coarse_branch, bool):
@@ -127,10 +144,12 @@ class DiTConfig:
                 raise ValueError(f"{name} must be three non-negative integers (time, height, width); got {triple!r}")
         if min(self.patch_size) < 1:
             raise ValueError(f"patch_size must be three integers >= 1; got {self.patch_size!r}")
-        if sum(self.rope_axes_dims) != self.heads_dim or any(n % 2 for n in self.rope_axes_dims):
+        if sum(self.rope_axes_dims) not in (0, self.heads_dim) or any(n % 2 for n in self.rope_axes_dims):
             raise ValueError(
-                f"rope_axes must be three even numbers that sum to head_dim {self.heads_dim}; got {self.rope_axes_dims}"
+                f"rope_axes must be three even numbers that sum to head_dim {self.heads_dim}, or three zeros; "
+                f"got {self.rope_axes_dims}"
             )
+        self._check_positions()
         _positive_int("time_freq_dim", self.time_freq_dim, minimum=2)
         if self.time_freq_dim % 2:
             raise ValueError(f"time_freq_dim must be even; got {self.time_freq_dim}")
@@ -159,7 +178,33 @@ class DiTConfig:
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads {self.kv_heads}; got {self.num_heads}")
 
+    def _check_positions(self) -> None:
+        for name, value, length in (
+            ("rope_base_grid", self.rope_base_grid, 2),
+            ("position_grid", self.position_grid, 3),
+        ):
+            if value is not None and (len(value) != length or any(not isinstance(n, int) or n < 1 for n in value)):
+                raise ValueError(f"{name} must be {length} integers >= 1, or null; got {value!r}")
+        if (self.position_grid is not None) != (self.position_embedding == "learned"):
+            raise ValueError(
+                "position_grid must be given with position_embedding: learned, and only then; got "
+                f"{self.position_grid} with position_embedding: {self.position_embedding}"
+            )
+        if len(self.position_scales) != 2:
+            raise ValueError(f"position_scales must be two numbers (time, space); got {self.position_scales!r}")
+        for scale in self.position_scales:
+            _positive_number("position_scales", scale)
+        if self.position_embedding == "sincos" and self.hidden_size % 16:
+            raise ValueError(
+                f"hidden_size must be a multiple of 16 with position_embedding: sincos; got {self.hidden_size}"
+            )
+
     def _check_text(self) -> None:
+        if self.image_dim is not None and self.text != "cross":
+            raise ValueError(
+                f"image_dim needs text: cross, whose layers attend to the image; got {self.image_dim} with text: "
+                f"{self.text}"
+            )
         if self.text != "none" and self.text_dim is None:
             raise ValueError(f"text_dim must be given with text: {self.text}; got None")
         if self.has_joint_text and self.text_len < 1:
@@ -243,6 +288,16 @@ def _config_from_text(text: str, where: str) -> DiTConfig:
         return DiTConfig(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def model_config_text(config: DiTConfig) -> str:
+    """A model description as YAML that `load_model_config` reads back; fields with their default are left out."""
+    chosen = {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    }
+    return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None)
 
 
 def model_config_names() -> list[str]:

@@ -74,6 +74,27 @@ class TextProjection(nn.Module):
         return hidden
 
 
+class ImageProjection(MegatronModule):
+    """Maps features of an image encoder [..., image_dim] to [..., hidden_size], one token at a time.
+
+    Source: Wan (arXiv 2503.20314), image to video.
+    """
+
+    def __init__(self, config: TransformerConfig, *, image_dim: int, hidden_size: int) -> None:
+        super().__init__(config=config)
+        dtype = config.params_dtype
+        self.norm_in = AffineNorm(config, hidden_size=image_dim, eps=1e-5, affine=True)
+        self.linear_1 = nn.Linear(image_dim, image_dim, dtype=dtype)
+        self.linear_2 = nn.Linear(image_dim, hidden_size, dtype=dtype)
+        self.norm_out = AffineNorm(config, hidden_size=hidden_size, eps=1e-5, affine=True)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Projects [..., image_dim]; returns the dtype of the second layer's output."""
+        hidden = self.linear_1(self.norm_in(image).to(self.linear_1.weight.dtype))
+        hidden = self.linear_2(F.gelu(hidden))
+        return self.norm_out(hidden).to(hidden.dtype)
+
+
 class OutputLayer(MegatronModule):
     """Modulated norm and a projection to patches; starts at zero, so that a new model predicts zero."""
 

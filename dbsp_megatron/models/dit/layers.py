@@ -97,7 +97,8 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         normed, gate = self.attention_norm(x, conditioning)
         x = add_gated(x, self.self_attention(normed, conditioning), gate, tokens)
         if self.cross_attention is not None and self.cross_norm is not None:
-            x = (x + self.cross_attention(self.cross_norm(x).to(x.dtype), conditioning.context)).to(x.dtype)
+            query = self.cross_norm(x).to(x.dtype)
+            x = (x + self.cross_attention(query, conditioning.context, conditioning.image_context)).to(x.dtype)
         normed, gate = self.mlp_norm(x, conditioning)
         if self.text_mlp is None:
             update = _run_mlp(self.mlp, normed)

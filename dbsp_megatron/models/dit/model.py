@@ -16,9 +16,10 @@ from dbsp_megatron.models.dit.attention import CoreAttention
 from dbsp_megatron.models.dit.block import DiTBlock
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
-from dbsp_megatron.models.dit.embeddings import OutputLayer, TextProjection, TimestepEmbedding
+from dbsp_megatron.models.dit.embeddings import ImageProjection, OutputLayer, TextProjection, TimestepEmbedding
 from dbsp_megatron.models.dit.init_weights import init_weights, zero_init
 from dbsp_megatron.models.dit.layer_spec import default_core_attention, dit_block_spec, dit_transformer_config
+from dbsp_megatron.models.dit.positions import PositionEmbedding
 from dbsp_megatron.models.dit.tokens import Grid, LocalTokens, TokenLocator
 
 if TYPE_CHECKING:
@@ -75,9 +76,15 @@ class VideoDiT(MegatronModule):
                 config.time_channels, 2 * self._num_streams * 3 * config.hidden_size, dtype=dtype
             )
             zero_init(self.time_proj)
-        # Text in the sequence enters with the video; a context for cross-attention is needed by every stage.
+        # Text in the sequence enters with the video; contexts for cross-attention are needed by every stage.
         has_text_proj = config.text == "cross" or (config.has_joint_text and self.pre_process)
         self.text_proj = TextProjection(config, dtype) if has_text_proj else None
+        self.image_proj: ImageProjection | None = None
+        if config.image_dim is not None:
+            self.image_proj = ImageProjection(self.config, image_dim=config.image_dim, hidden_size=config.hidden_size)
+        self.position: PositionEmbedding | None = None
+        if config.position_embedding != "none" and self.pre_process:
+            self.position = PositionEmbedding(config, dtype)
         core = default_core_attention(sp) if core_attention is None else core_attention
         self.block = DiTBlock(
             self.config,
@@ -87,7 +94,10 @@ class VideoDiT(MegatronModule):
         )
         self.output = OutputLayer(self.config, dit=config, tp_group=groups.tp) if self.post_process else None
         self._locate = TokenLocator(
-            text_len=config.sequence_text_len, rope_axes=config.rope_axes_dims, rope_theta=config.rope_theta
+            text_len=config.sequence_text_len,
+            rope_axes=config.rope_axes_dims,
+            rope_theta=config.rope_theta,
+            rope_base_grid=config.rope_base_grid,
         )
         if num_stages > 1:
             self._mark_copies()
@@ -98,8 +108,9 @@ class VideoDiT(MegatronModule):
         return TransformerBlockSubmodules(layer_specs=(spec.layer_specs or [])[self._first_layer :][:count])
 
     def _mark_copies(self) -> None:
-        """Marks the timestep embedding and a cross-attention context's projection, of which every stage has a copy."""
-        for module in (self.time_embed, self.time_proj, self.text_proj if self.dit_config.text == "cross" else None):
+        """Marks the timestep embedding and projections of cross-attention contexts, of which every stage has a copy."""
+        text = self.text_proj if self.dit_config.text == "cross" else None
+        for module in (self.time_embed, self.time_proj, text, self.image_proj):
             for parameter in () if module is None else module.parameters():
                 # Megatron's names: gradients are summed over stages; `shared` keeps copies out of the gradient norm.
                 parameter.pipeline_parallel = True  # type: ignore[attr-defined]
@@ -127,7 +138,12 @@ class VideoDiT(MegatronModule):
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def _check_inputs(
-        self, video_tokens: Tensor, timestep: Tensor, context: Tensor | None, tokens: LocalTokens
+        self,
+        video_tokens: Tensor,
+        timestep: Tensor,
+        context: Tensor | None,
+        image_context: Tensor | None,
+        tokens: LocalTokens,
     ) -> None:
         dit, batch = self.dit_config, video_tokens.shape[0]
         expected: tuple[int, ...] = (batch, tokens.num_video, dit.patch_dim)
@@ -145,6 +161,18 @@ class VideoDiT(MegatronModule):
                 f"context must {'not ' if dit.text == 'none' else ''}be given with text: {dit.text}; "
                 f"got {'None' if context is None else list(context.shape)}"
             )
+        if (image_context is None) != (dit.image_dim is None):
+            raise ValueError(
+                f"image_context must {'not ' if dit.image_dim is None else ''}be given with image_dim: "
+                f"{dit.image_dim}; got {'None' if image_context is None else list(image_context.shape)}"
+            )
+        if image_context is not None:
+            length = image_context.shape[1] if image_context.dim() == 3 else 1
+            expected = (batch, length, dit.image_dim or 0)
+            if image_context.shape != expected or length < 1:
+                raise ValueError(
+                    f"image_context must be [B, L, image_dim] = {list(expected)}; got {list(image_context.shape)}"
+                )
         if context is None:
             return
         length = dit.text_len if dit.has_joint_text else context.shape[1] if context.dim() == 3 else 1
@@ -152,7 +180,13 @@ class VideoDiT(MegatronModule):
         if context.shape != expected or length < 1:
             raise ValueError(f"context must be [B, L, text_dim] = {list(expected)}; got {list(context.shape)}")
 
-    def _conditioning(self, time_embedding: Tensor, context: Tensor | None, tokens: LocalTokens) -> Conditioning:
+    def _conditioning(
+        self,
+        time_embedding: Tensor,
+        context: Tensor | None,
+        tokens: LocalTokens,
+        image_context: Tensor | None = None,
+    ) -> Conditioning:
         table = None
         if self.time_proj is not None:
             table = self.time_proj(F.silu(time_embedding))
@@ -160,9 +194,16 @@ class VideoDiT(MegatronModule):
         cross = None
         if self.dit_config.text == "cross" and context is not None and self.text_proj is not None:
             cross = self.text_proj(context).transpose(0, 1)
-        return Conditioning(tokens=tokens, embedding=F.silu(time_embedding), table=table, context=cross)
+        image = None
+        if image_context is not None and self.image_proj is not None:
+            image = self.image_proj(image_context).transpose(0, 1)
+        return Conditioning(
+            tokens=tokens, embedding=F.silu(time_embedding), table=table, context=cross, image_context=image
+        )
 
-    def _embed(self, video_tokens: Tensor, context: Tensor | None, tokens: LocalTokens) -> Tensor:
+    def _embed(
+        self, video_tokens: Tensor, context: Tensor | None, tokens: LocalTokens, positions: Tensor, grid: Grid
+    ) -> Tensor:
         """Hidden states [s_local, b, hidden] that enter the layers of this stage."""
         if self.patch_embed is None:
             if self._input is None:
@@ -172,6 +213,8 @@ class VideoDiT(MegatronModule):
         if self.dit_config.has_joint_text and context is not None and self.text_proj is not None:
             text = self.text_proj(context.index_select(1, tokens.text_positions)).transpose(0, 1)
             x = tokens.merge(text, x)
+        if self.position is not None:
+            x = x + self.position(positions, grid).to(x.dtype)
         return x.contiguous()
 
     def forward(
@@ -182,6 +225,7 @@ class VideoDiT(MegatronModule):
         grid: Grid,
         positions: Tensor,
         context: Tensor | None = None,
+        image_context: Tensor | None = None,
     ) -> Tensor:
         """Predicts this rank's video tokens.
 
@@ -192,18 +236,19 @@ class VideoDiT(MegatronModule):
             positions: int64 [s_local], global ids of this rank's tokens: ids of the sequence `[text ; video]` if the
                 text is joint (`text_len` text tokens first), else of the video.
             context: [B, L, text_dim], the whole text on every rank.
+            image_context: [B, L, image_dim], all tokens of the image on every rank; with `image_dim` only.
 
         Returns:
             [B, s_video_local, patch_out_dim]; hidden states [s_local, B, hidden] if later pipeline stages follow.
 
         Raises:
-            ValueError: If the shapes do not fit together.
+            ValueError: If the shapes do not fit together, or a learned position embedding is for another grid.
         """
         tokens = self._locate(positions, grid)
-        self._check_inputs(video_tokens, timestep, context, tokens)
+        self._check_inputs(video_tokens, timestep, context, image_context, tokens)
         time_embedding = self.time_embed(timestep)
-        conditioning = self._conditioning(time_embedding, context, tokens)
-        x = self.block(self._embed(video_tokens, context, tokens), conditioning)
+        conditioning = self._conditioning(time_embedding, context, tokens, image_context)
+        x = self.block(self._embed(video_tokens, context, tokens, positions, grid), conditioning)
         if self.output is None:
             return x
         if self.dit_config.has_joint_text:

@@ -45,7 +45,13 @@ class LocalTokens:
 
 
 def locate_tokens(
-    positions: Tensor, grid: Grid, *, text_len: int, rope_axes: tuple[int, int, int], rope_theta: float
+    positions: Tensor,
+    grid: Grid,
+    *,
+    text_len: int,
+    rope_axes: tuple[int, int, int],
+    rope_theta: float,
+    rope_base_grid: tuple[int, int] | None = None,
 ) -> LocalTokens:
     """Finds the kind and the rotary angles of this rank's tokens.
 
@@ -55,6 +61,7 @@ def locate_tokens(
         text_len: Text tokens at the front of the sequence, 0 if there are none.
         rope_axes: Head channels rotated by time, height and width.
         rope_theta: Base of the rotary frequencies.
+        rope_base_grid: Rows and columns over which those of `grid` are spread; None counts patches.
 
     Returns:
         Tensors on the device of `positions`.
@@ -78,7 +85,7 @@ def locate_tokens(
     if not bool(is_text[:num_text].all()):
         text_first = torch.argsort(is_text.logical_not().to(torch.int8), stable=True)
         original = torch.argsort(text_first)
-    cos, sin = rotary_angles(positions - text_len, grid, rope_axes, rope_theta)
+    cos, sin = rotary_angles(positions - text_len, grid, rope_axes, rope_theta, rope_base_grid)
     keep = is_text.logical_not()[:, None]
     cos, sin = torch.where(keep, cos, 1.0), torch.where(keep, sin, 0.0)
     return LocalTokens(
@@ -100,11 +107,18 @@ class TokenLocator:
     """
 
     def __init__(
-        self, *, text_len: int, rope_axes: tuple[int, int, int], rope_theta: float, max_entries: int = 4
+        self,
+        *,
+        text_len: int,
+        rope_axes: tuple[int, int, int],
+        rope_theta: float,
+        rope_base_grid: tuple[int, int] | None = None,
+        max_entries: int = 4,
     ) -> None:
         self.text_len = text_len
         self.rope_axes = rope_axes
         self.rope_theta = rope_theta
+        self.rope_base_grid = rope_base_grid
         self.max_entries = max_entries
         self._entries: OrderedDict[tuple[int, Grid], tuple[weakref.ref[Tensor], int, LocalTokens]] = OrderedDict()
 
@@ -131,5 +145,10 @@ class TokenLocator:
 
     def _locate(self, positions: Tensor, grid: Grid) -> LocalTokens:
         return locate_tokens(
-            positions, grid, text_len=self.text_len, rope_axes=self.rope_axes, rope_theta=self.rope_theta
+            positions,
+            grid,
+            text_len=self.text_len,
+            rope_axes=self.rope_axes,
+            rope_theta=self.rope_theta,
+            rope_base_grid=self.rope_base_grid,
         )

@@ -15,6 +15,7 @@ from dbsp_megatron.models.dit.model import VideoDiT
 GRID = (2, 3, 3)
 BATCH = 2
 TEXT_LEN = 5
+IMAGE_LEN = 11
 MODES = ("none", "cross", "joint", "dual_stream")
 
 
@@ -129,6 +130,8 @@ def make_inputs(
     if config.text != "none":
         length = context_len or config.text_len
         inputs["context"] = torch.randn(BATCH, length, config.text_dim or 0, generator=generator, dtype=dtype)
+    if config.image_dim is not None:
+        inputs["image_context"] = torch.randn(BATCH, IMAGE_LEN, config.image_dim, generator=generator, dtype=dtype)
     return inputs
 
 
