@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -36,8 +37,14 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 @torch.no_grad()
-def init_weights(module: torch.nn.Module, seed: int, tp_group: ProcessGroup | None) -> None:
-    """Fills every parameter.
+def init_weights(
+    module: torch.nn.Module,
+    seed: int,
+    tp_group: ProcessGroup | None,
+    *,
+    only: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Fills every parameter, or those that `only` chooses by name.
 
     Matrices are normal with standard deviation `fan_in ** -0.5`, vectors are zero, and marked parameters are constant.
     A tensor-parallel rank draws the whole matrix and keeps its slice, so that any split starts from the same weights.
@@ -46,10 +53,11 @@ def init_weights(module: torch.nn.Module, seed: int, tp_group: ProcessGroup | No
         module: Parameters on any device; those on the meta device are left alone.
         seed: Any integer.
         tp_group: Tensor-parallel group, None for one rank.
+        only: Whether a parameter is filled, by its name.
     """
     rank, size = group_rank(tp_group), group_size(tp_group)
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or not only(name):
             continue
         values = getattr(parameter, "init_values", None)
         if values is not None:
