@@ -173,7 +173,8 @@ def loss_weights(timesteps: Tensor, weighting: LossWeighting, *, min_snr_gamma: 
         min_snr: Hang et al., Efficient Diffusion Training via Min-SNR Weighting Strategy (arXiv:2303.09556). Its
         formula for velocities, min(SNR, gamma) / (SNR + 1), is for v = alpha * noise - sigma * data with
         alpha^2 + sigma^2 = 1, whose squared error is SNR + 1 times that of the data; the velocity of a straight path,
-        noise - data, has 1 / t^2 there. cosmap: Scaling Rectified Flow Transformers (arXiv:2403.03206), section 3.1, as a weight.
+        noise - data, has 1 / t^2 there. cosmap: Scaling Rectified Flow Transformers (arXiv:2403.03206), section 3.1, as
+        a weight.
     """
     if weighting not in get_args(LossWeighting):
         raise ValueError(f"the loss weighting must be one of {', '.join(get_args(LossWeighting))}; got {weighting!r}")
