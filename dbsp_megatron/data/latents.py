@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dbsp_megatron.observability.atomic_file import atomic_path
@@ -113,7 +114,8 @@ def _open(path: str | os.PathLike[str], *, read: bool) -> tuple[LatentInfo, Tens
                 raise LatentError(path, f"is not a file of tools/encode_videos.py (format {FORMAT})")
             part = file.get_slice(_TENSOR)
             shape, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype())
-            latents = file.get_tensor(_TENSOR).float() if read else None
+            # A copy: what is returned lies in the mapped file otherwise, and changes or goes with it.
+            latents = file.get_tensor(_TENSOR).to(torch.float32, copy=True) if read else None
         settings = json.loads(metadata["settings"])
         name = metadata["name"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:

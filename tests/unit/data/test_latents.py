@@ -32,6 +32,8 @@ def test_write_latents_and_read(tmp_path: Path, dtype: torch.dtype) -> None:
     assert read.dtype == torch.float32
     assert torch.equal(read, latents.float())
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(read, latents.float())
 
 
 def test_write_latents_refuses(tmp_path: Path) -> None:
