@@ -36,11 +36,11 @@ class WeightRule(Protocol):
 
 
 def peft_tensors(model: VideoDiT, rules: Iterable[WeightRule], *, prefix: str = "transformer.") -> dict[str, Tensor]:
-    """Adapters as `<prefix><layer>.lora_A.weight` [r, in] and `.lora_B.weight` [out, r], layers by their name in diffusers.
+    """Adapters as `<prefix><layer>.lora_A.weight` [r, in] and `.lora_B.weight` [out, r], by layer names of diffusers.
 
     A projection of ours that is several of theirs (queries, keys and values) has one A, which each of theirs gets, and
-    the rows of B are shared out as those of the weight are. The factor alpha / r goes into B, so that the file means the
-    same to a reader that takes alpha for r.
+    the rows of B are shared out as those of the weight are. The factor alpha / r goes into B, so that the file means
+    the same to a reader that takes alpha for r.
 
     Args:
         model: whole on this rank, with adapters.
@@ -63,7 +63,7 @@ def peft_tensors(model: VideoDiT, rules: Iterable[WeightRule], *, prefix: str = 
     if others:
         raise ValueError(
             f"diffusers has no place for {len(others)} parameters that were trained beside the adapters, "
-            f"{others[0]} among them; export needs lora.modules_to_save of none of them"
+            f"{others[0]} among them; train without them (lora.modules_to_save)"
         )
     by_weight = {name: rule for rule in rules for name in rule.ours}
     made: dict[str, Tensor] = {}
