@@ -15,6 +15,7 @@ from dbsp_megatron.data import DataConfig, PixelPatchEncoder, open_dataset
 from dbsp_megatron.data.latents import read_info, read_latents
 from dbsp_megatron.data.video import probe_video, read_frames
 from dbsp_megatron.infer.video_file import write_mp4
+from tools.decode_latents import main as decode
 from tools.encode_videos import main, nearest_size
 from tools.video_vae import load_vae
 
@@ -132,6 +133,23 @@ def test_decode_undoes_the_normalisation(vaes: dict[str, Path], kind: str) -> No
         plain = vae.module.encode(video[None]).latent_dist.mode()
         expected = vae.module.decode(plain).sample[0].clamp(-1, 1)
     torch.testing.assert_close(vae.decode(vae.encode(video)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_decoded_files_show_what_the_vae_makes_of_the_clip(
+    vaes: dict[str, Path], videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, decoded = tmp_path / "latents", tmp_path / "decoded"
+    assert run(vaes["AutoencoderKLWan"], videos, output) == 0
+    words = [str(output), "--output", str(decoded), "--device", "cpu", "--limit", "2", "--vae"]
+    assert decode([*words, str(vaes["AutoencoderKLWan"].parent)]) == 0
+    names = ["tall/b.mp4@0", "wide.mp4@0"]
+    assert sorted(path.relative_to(decoded).as_posix() for path in decoded.rglob("*.mp4")) == [
+        f"{n}.mp4" for n in names
+    ]
+    info = probe_video(str(decoded / "wide.mp4@0.mp4"))
+    assert (info.num_frames, info.aspect) == (5, 24 / 16)
+    assert decode([*words, str(vaes["AutoencoderKLCogVideoX"])]) == 2
+    assert "b.mp4@0.safetensors: was made by a VAE of another class" in capsys.readouterr().err
 
 
 def test_a_stopped_command_goes_on(
