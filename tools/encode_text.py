@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -176,7 +177,8 @@ def _run(given: argparse.Namespace) -> str:
         "padding": given.padding,
         "dtype": given.dtype,
         "compute_dtype": given.compute_dtype,
-        "captions": captions,
+        # Not themselves: a header holds 100 MB at most.
+        "captions": hashlib.sha256(json.dumps(captions, sort_keys=True).encode()).hexdigest(),
     }
     metadata = {"format": FORMAT, "settings": json.dumps(settings, sort_keys=True)}
     if _is_done(given.output, metadata, captions):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dbsp_megatron.train.batches import ContextSource
@@ -120,8 +119,7 @@ def test_the_same_command_again_keeps_the_file(
     assert output.stat().st_mtime_ns != before
     output.write_bytes(output.read_bytes()[:-1])
     assert run(pipeline, path, output) == 0
-    with safe_open(output, framework="pt") as file:
-        assert json.loads(file.metadata()["settings"])["captions"]["b.mp4"] == "red bike"
+    torch.testing.assert_close(load_file(output)["b.mp4"][:3], reference(pipeline, "red bike"))
 
 
 @pytest.mark.parametrize(
