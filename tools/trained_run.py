@@ -21,6 +21,7 @@ from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource
 from dbsp_megatron.train.checkpoint import open_checkpoint
 from dbsp_megatron.train.distributed import World
+from dbsp_megatron.train.trained_weights import Weights, load_trained
 from tools.attention_inputs import Geometry, LayerInputs, Point, Visit
 
 
@@ -46,7 +47,7 @@ class TrainedRun:
         path: Path,
         *,
         device: torch.device,
-        weights: str = "ema",
+        weights: Weights = "ema",
         precision: str = "fp32",
         data: Sequence[str] = (),
         block_size: int | None = None,
@@ -72,9 +73,7 @@ class TrainedRun:
             SequenceParallelConfig(strategy="none", block_size=self.geometry.block_size, engine=engine)
         )
         self.module = VideoDiT(self.config, sp=self.sp).to(device).eval()
-        self.weights = "ema" if weights == "ema" and checkpoint.state["has_ema"] else "model"
-        named = {f"{self.weights}.{name}": tensor.detach() for name, tensor in self.module.named_parameters()}
-        checkpoint.load_tensors(named, world)
+        self.weights = load_trained(self.module, checkpoint, world, weights)
         self._autocast = precision == "bf16"
         self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
 

@@ -10,6 +10,7 @@ from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, Sa
 from dbsp_megatron.data import DataConfig, PixelPatchEncoder
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.dit.config import DiTConfig, load_model_config
+from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.observability import WandbConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
 
@@ -34,6 +35,8 @@ class TrainConfig:
     """The training loop."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How weights and optimizer state are split."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters in place of training all weights."""
     run: RunConfig = field(default_factory=RunConfig)
     """The run folder."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -69,7 +72,7 @@ class TrainConfig:
             ValueError: they do not fit.
         """
         model = self.load_model()
-        check_pixel_model(model, self.model, self.data)
+        grid = token_grid(model, self.model, self.data)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads, self.parallel)
         check_split(model, self.model, self.parallel)
         unit = mesh.dp_size * self.train.micro_batch_size
@@ -79,7 +82,6 @@ class TrainConfig:
                 f"train.micro_batch_size={self.train.micro_batch_size}, got {self.train.global_batch_size}; "
                 f"use {-(-self.train.global_batch_size // unit) * unit}, or more sequence-parallel ranks"
             )
-        data = self.data
         return ResolvedRun(
             mesh=mesh,
             strategy=self.sp.strategy,
@@ -87,7 +89,7 @@ class TrainConfig:
             num_parameters=count_parameters(model),
             num_heads=model.num_heads,
             num_layers=model.num_attention_layers,
-            grid=PixelPatchEncoder(data.patch_size).grid_for(data.num_frames, data.height, data.width),
+            grid=grid,
             text_tokens=model.sequence_text_len,
             block_size=self.sp.block_size,
             batch=f"{self.train.global_batch_size} clips per step = {mesh.dp_size} x "
@@ -142,22 +144,42 @@ class InferConfig:
         )
 
 
-def check_pixel_model(model: DiTConfig, name: str, data: DataConfig) -> None:
-    """Refuse a model whose tokens are not the pixel patches of the data.
+def token_grid(model: DiTConfig, name: str, data: DataConfig) -> tuple[int, int, int]:
+    """Patches along frames, rows and columns of a clip; of the largest one if latents have several sizes.
+
+    Args:
+        model: the model description.
+        name: of the model, for messages.
+        data: the clips; of latents one header is read, that of the largest file.
 
     Raises:
-        ValueError: patch size, input channels or output channels differ.
+        ValueError: the model does not take and predict the patches of the data, or there are no latents.
     """
-    if model.in_channels != 3 or model.patch_out_dim != model.patch_dim:
+    kind, shape = "pixels", (3, data.num_frames, data.height, data.width)
+    if data.latents:
+        from dbsp_megatron.data.latents import largest_latents
+
+        kind, shape = "latents", largest_latents(data.latents).shape
+    if model.in_channels != shape[0]:
+        remedy = "choose a model for them"
+        if not data.latents:
+            remedy += ", or give it latents: data.latents names the files of tools/encode_videos.py"
+        elif model.in_channels == 3:
+            remedy += ", or give it videos: leave out data.latents"
         raise ValueError(
-            f"model={name} maps {model.in_channels} channels to {model.patch_out_dim} numbers per token; training on "
-            "video files needs in_channels: 3 and as many output channels (latents of a VAE are not read yet)"
+            f"model={name} takes {model.in_channels} channels, the {kind} of the data have {shape[0]}; {remedy}"
+        )
+    if model.patch_out_dim != model.patch_dim:
+        raise ValueError(
+            f"model={name} must predict as many channels as it takes, {model.in_channels}, got {model.out_channels}; "
+            "flow matching trains the velocity of all of them"
         )
     if tuple(model.patch_size) != tuple(data.patch_size):
         raise ValueError(
             f"data.patch_size must be the patch size {list(model.patch_size)} of model={name}, "
             f"got {list(data.patch_size)}; set data.patch_size={list(model.patch_size)}"
         )
+    return PixelPatchEncoder(data.patch_size, shape[0]).grid_for(*shape[1:])
 
 
 def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:

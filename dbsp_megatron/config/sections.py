@@ -69,10 +69,20 @@ class LoopConfig:
     """Decay of the averaged weights that are used for sampling; 0 keeps none."""
     recompute: bool = False
     """Recompute activations in the backward pass instead of storing them."""
-    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
-    """Distribution of training timesteps."""
+    timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
+    """Distribution of training timesteps: flat, sigmoid of a normal, or SD3's mode sampling."""
+    logit_mean: float = 0.0
+    """Mean of the normal of logit_normal; above 0 for more noise."""
+    logit_std: float = 1.0
+    """Standard deviation of the normal of logit_normal."""
+    mode_scale: float = 1.29
+    """How much mode sampling prefers the middle, in [-1, 1.75]."""
     timestep_shift: float = 1.0
     """Moves timesteps towards noise; above 1 for long sequences, 1 for none."""
+    loss_weighting: Literal["none", "min_snr", "cosmap"] = "none"
+    """Weight of the squared velocity error by timestep."""
+    min_snr_gamma: float = 5.0
+    """Largest signal-to-noise ratio that counts, with loss_weighting=min_snr."""
     coarse_branch: Literal["auto", "always", "never"] = "auto"
     """Whether the model has VSA's coarse branch (attention of block means through learned gates, without effect at
     first); auto gives it to mask.method=vsa, and where the model file has it."""
@@ -107,6 +117,10 @@ class LoopConfig:
         _require(0 <= self.ema_decay < 1, "train.ema_decay", "in [0, 1)", self.ema_decay, "0 keeps no average")
         _require(self.timestep_shift > 0, "train.timestep_shift", "> 0", self.timestep_shift, "1.0 means no shift")
         _require(self.timeout_s > 0, "train.timeout_s", "> 0", self.timeout_s)
+        _require(math.isfinite(self.logit_mean), "train.logit_mean", "finite", self.logit_mean)
+        _require(0 < self.logit_std < math.inf, "train.logit_std", "a positive number", self.logit_std)
+        _require(-1 <= self.mode_scale <= 1.75, "train.mode_scale", "in [-1, 1.75]", self.mode_scale, "1.29 is usual")
+        _require(self.min_snr_gamma > 0, "train.min_snr_gamma", "> 0", self.min_snr_gamma, "5 is usual")
         _require(
             self.micro_batch_size <= self.global_batch_size,
             "train.micro_batch_size",

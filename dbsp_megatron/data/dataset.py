@@ -6,27 +6,17 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from dbsp_megatron.data.clip import Clip
 from dbsp_megatron.data.config import DataConfig
 from dbsp_megatron.data.sources import VideoFile, expand_entry
 from dbsp_megatron.data.video import VideoError, VideoInfo, probe_video, read_frames
 
+__all__ = ["Clip", "VideoDataset"]
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """One training sample."""
-
-    video: Tensor
-    """float32 [3, T, H, W] on CPU, RGB in [-1, 1]."""
-    name: str
-    """File name and first frame, e.g. `bikes.mp4@16`."""
-    index: int
-    """Position in the dataset."""
 
 
 class VideoDataset:
@@ -38,11 +28,14 @@ class VideoDataset:
 
     Attributes:
         config: the settings.
+        channels: of a clip, red, green and blue.
         skipped: (path, reason) of everything left out; filled only with `config.skip_bad_data`.
 
     Raises:
         VideoError: a file cannot be used and `skip_bad_data` is off, or nothing is left.
     """
+
+    channels = 3
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
@@ -108,6 +101,11 @@ class VideoDataset:
         parts = [f"{config.num_frames} {config.frame_stride} {config.height} {config.width}"]
         parts += [f"{info.num_frames} {start} {file.name}" for file, info, start in self._clips]
         return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """T, H, W of every clip, by index: all alike."""
+        return [(self.config.num_frames, self.config.height, self.config.width)] * len(self._clips)
 
     def __len__(self) -> int:
         return len(self._clips)

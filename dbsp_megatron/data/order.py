@@ -36,7 +36,7 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         for key, minimum in (("num_samples", 1), ("global_batch_size", 1), ("seed", 0)):
-            _check_int(key, getattr(self, key), minimum)
+            check_integer(key, getattr(self, key), minimum)
 
     def sample_ids(self, step: int) -> list[int]:
         """Sample ids of the whole global batch of an optimizer step.
@@ -50,7 +50,7 @@ class BatchPlan:
         Raises:
             ValueError: the step is negative.
         """
-        _check_int("step", step, 0)
+        check_integer("step", step, 0)
         first = step * self.global_batch_size
         stop = first + self.global_batch_size
         ids: list[int] = []
@@ -75,17 +75,25 @@ class BatchPlan:
         Raises:
             ValueError: the sizes do not divide, or the rank is out of range.
         """
-        _check_rank(dp_rank, dp_size)
-        _check_int("micro_batch_size", micro_batch_size, 1)
+        check_rank(dp_rank, dp_size)
+        check_integer("micro_batch_size", micro_batch_size, 1)
+        self.check_division(dp_size, micro_batch_size)
+        share = self.global_batch_size // dp_size
+        ids = self.sample_ids(step)[dp_rank * share : (dp_rank + 1) * share]
+        return [ids[i : i + micro_batch_size] for i in range(0, share, micro_batch_size)]
+
+    def check_division(self, dp_size: int, micro_batch_size: int) -> None:
+        """Refuse a global batch that ranks cannot share equally in whole micro-batches.
+
+        Raises:
+            ValueError: the sizes do not divide.
+        """
         if self.global_batch_size % (dp_size * micro_batch_size):
             raise ValueError(
                 f"global_batch_size must be a multiple of dp_size * micro_batch_size, got global_batch_size="
                 f"{self.global_batch_size}, dp_size={dp_size}, micro_batch_size={micro_batch_size}; "
                 f"set global_batch_size to a multiple of {dp_size * micro_batch_size}"
             )
-        share = self.global_batch_size // dp_size
-        ids = self.sample_ids(step)[dp_rank * share : (dp_rank + 1) * share]
-        return [ids[i : i + micro_batch_size] for i in range(0, share, micro_batch_size)]
 
 
 def iter_validation(num_samples: int, dp_rank: int, dp_size: int) -> Iterator[int | None]:
@@ -102,13 +110,14 @@ def iter_validation(num_samples: int, dp_rank: int, dp_size: int) -> Iterator[in
     Raises:
         ValueError: a number is out of range.
     """
-    _check_int("num_samples", num_samples, 0)
-    _check_rank(dp_rank, dp_size)
+    check_integer("num_samples", num_samples, 0)
+    check_rank(dp_rank, dp_size)
     return (i if i < num_samples else None for i in range(dp_rank, -(-num_samples // dp_size) * dp_size, dp_size))
 
 
-def _check_rank(dp_rank: int, dp_size: int) -> None:
-    _check_int("dp_size", dp_size, 1)
+def check_rank(dp_rank: int, dp_size: int) -> None:
+    """Refuse a data-parallel rank out of range with a ValueError."""
+    check_integer("dp_size", dp_size, 1)
     if not 0 <= dp_rank < dp_size:
         raise ValueError(
             f"dp_rank must be in [0, dp_size), got dp_rank={dp_rank}, dp_size={dp_size}; "
@@ -116,6 +125,7 @@ def _check_rank(dp_rank: int, dp_size: int) -> None:
         )
 
 
-def _check_int(key: str, value: object, minimum: int) -> None:
+def check_integer(key: str, value: object, minimum: int) -> None:
+    """Refuse what is no integer of at least `minimum` with a ValueError that names `key`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{key} must be an integer >= {minimum}, got {value!r}")

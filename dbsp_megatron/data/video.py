@@ -56,6 +56,8 @@ class VideoInfo:
     """Time stamps of the frames in units of the stream, strictly ascending; None when they cannot be used to seek."""
     keyframes: tuple[int, ...]
     """Indices of the frames at which decoding may start."""
+    aspect: float
+    """Width over height of the picture as shown: pixels need not be square."""
 
 
 class _SeekMissedError(Exception):
@@ -156,6 +158,7 @@ def probe_video(
         VideoError: the file is missing, empty, damaged, cut short, or holds no video.
     """
     with _open_video(path) as (container, stream):
+        aspect = stream.width * float(stream.sample_aspect_ratio or 1) / max(1, stream.height)
         if "mp4" in container.format.name.split(","):
             _check_mp4_is_whole(path)
         entries: list[tuple[int | None, bool]]
@@ -176,6 +179,7 @@ def probe_video(
         num_frames=len(entries),
         frame_pts=tuple(pts) if usable else None,
         keyframes=tuple(i for i, (_, is_keyframe) in enumerate(entries) if is_keyframe),
+        aspect=aspect,
     )
 
 

@@ -29,6 +29,7 @@ from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.flow_matching import draw_noise
 from dbsp_megatron.train.forward import ShardedModel
 from dbsp_megatron.train.mesh import build_mesh
+from dbsp_megatron.train.trained_weights import load_trained
 
 logger = get_logger(__name__)
 
@@ -62,12 +63,9 @@ class SamplingPipeline:
         self.context, self.negative = self._contexts()
         self.sp = SequenceParallel(self.config.sp, self.mesh.sp_group)
         module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device).eval()
-        use_ema = config.sample.weights == "ema" and bool(checkpoint.state["has_ema"])
-        self.weights = "ema" if use_ema else "model"
+        self.weights = load_trained(module, checkpoint, world, config.sample.weights)
         if self.weights != config.sample.weights:
             logger.info("%s holds no averaged weights: the plain ones are used", checkpoint.path)
-        named = {f"{self.weights}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
-        checkpoint.load_tensors(named, world)
         self.sharded = ShardedModel(
             module, self.model_config, self.sp, config.mask, device=world.device, precision=config.sample.precision
         )

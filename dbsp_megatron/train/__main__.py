@@ -47,8 +47,9 @@ def _dry_run(words: Sequence[str]) -> NoReturn:
     try:
         command = parse_train(words)
         resolved = command.config.validate(command.world_size or env_world_size())
-        for entry in command.config.data.paths:
-            expand_entry(entry)  # a missing file is a mistake of the configuration too
+        # A missing file is a mistake of the configuration too; files of latents were looked at for their size.
+        for entry in () if command.config.data.latents else command.config.data.paths:
+            expand_entry(entry)
     except ValueError as error:
         exit_with_line(error)
     if launched_rank() == 0:
@@ -57,7 +58,7 @@ def _dry_run(words: Sequence[str]) -> NoReturn:
 
 
 def _train(config: TrainConfig, world: World, stop: StopRequest) -> int:
-    from dbsp_megatron.data import VideoDataset
+    from dbsp_megatron.data import open_dataset
     from dbsp_megatron.observability import setup_logging
     from dbsp_megatron.train.trainer import Trainer
 
@@ -65,7 +66,7 @@ def _train(config: TrainConfig, world: World, stop: StopRequest) -> int:
     if world.is_main:
         print(config.validate(world.size).describe(), file=sys.stderr, flush=True)
     stop.stop_file = config.run.stop_file
-    return Trainer(config, world, VideoDataset(config.data)).run(stop)
+    return Trainer(config, world, open_dataset(config.data)).run(stop)
 
 
 def _resume_hint(config: TrainConfig) -> str:

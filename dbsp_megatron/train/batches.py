@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dbsp_megatron.data import PixelPatchEncoder, VideoDataset
+from dbsp_megatron.data import ClipSource, PixelPatchEncoder
 from dbsp_megatron.models.dit import DiTConfig
 
 
@@ -30,14 +30,24 @@ class MicroBatch:
 class ClipLoader:
     """Turns sample ids into micro-batches."""
 
-    def __init__(self, dataset: VideoDataset, encoder: PixelPatchEncoder, context: ContextSource) -> None:
+    def __init__(self, dataset: ClipSource, encoder: PixelPatchEncoder, context: ContextSource) -> None:
         self._dataset = dataset
         self._encoder = encoder
         self._context = context
 
     def load(self, samples: Sequence[int]) -> MicroBatch:
-        """Decode clips and cut them into patches."""
+        """Read clips and cut them into patches.
+
+        Raises:
+            ValueError: a clip cannot be read, or clips differ in size.
+        """
         clips = [self._dataset[sample] for sample in samples]
+        sizes = sorted({tuple(clip.video.shape[1:]) for clip in clips})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"clips of one micro-batch must have one size, got {sizes} (frames, height, width); "
+                "take the samples of a BucketPlan, or set train.micro_batch_size=1"
+            )
         tokens, grid = self._encoder.encode(torch.stack([clip.video for clip in clips]))
         context = self._context.for_clips([clip.name for clip in clips])
         return MicroBatch(samples=list(samples), tokens=tokens, grid=grid, context=context)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import TrainConfig
-from dbsp_megatron.data import BatchPlan, PixelPatchEncoder, VideoDataset, iter_validation
+from dbsp_megatron.data import ClipSource, PixelPatchEncoder, iter_validation, plan_batches
 from dbsp_megatron.models.dit import DiTConfig, VideoDiT
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
+from dbsp_megatron.models.dit.lora import is_adapter
+from dbsp_megatron.models.dit.lora_layers import add_lora
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
@@ -53,7 +55,7 @@ class Trainer:
         ValueError: configuration, data and checkpoint do not fit together.
     """
 
-    def __init__(self, config: TrainConfig, world: World, dataset: VideoDataset) -> None:
+    def __init__(self, config: TrainConfig, world: World, dataset: ClipSource) -> None:
         self.world = world
         resolved = config.validate(world.size)
         self.mesh = (
@@ -71,6 +73,7 @@ class Trainer:
         self.model_config = _model_config(config)
         self.sp = sequence_parallel(with_degrees(config.sp, resolved.mesh), self.mesh)
         module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device)
+        add_lora(module, config.lora)
         self.engine = build_engine(module, config, world, self.mesh)
         self.sharded = ShardedModel(
             self.engine.forward,
@@ -82,9 +85,9 @@ class Trainer:
             reorders=config.parallel.model_size == 1,
         )
         self.num_train = self._check_data(dataset)
-        encoder = PixelPatchEncoder(config.data.patch_size)
+        encoder = PixelPatchEncoder(config.data.patch_size, dataset.channels)
         self.loader = ClipLoader(dataset, encoder, ContextSource(self.model_config, loop.context))
-        self.plan = BatchPlan(num_samples=self.num_train, global_batch_size=loop.global_batch_size, seed=seed)
+        self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
         self.steps_done = 0
         self._last_saved = -1
         if checkpoint is not None:
@@ -220,6 +223,9 @@ class Trainer:
             step=step,
             sampling=loop.timestep_sampling,
             shift=loop.timestep_shift,
+            logit_mean=loop.logit_mean,
+            logit_std=loop.logit_std,
+            mode_scale=loop.mode_scale,
         )
         num_tokens, channels = batch.tokens.shape[1:]
         noise = flow_matching.draw_noise(num_tokens, channels, seed=loop.seed, samples=batch.samples, step=step)
@@ -228,7 +234,10 @@ class Trainer:
         noisy = flow_matching.interpolate(data, noise, on_device)
         target = flow_matching.velocity(data, noise)
         output = self.sharded.velocity(noisy, on_device, grid, batch.context)
-        return output, lambda predicted: flow_matching.squared_error_sum(predicted, target)
+        weights = None
+        if loop.loss_weighting != "none":
+            weights = flow_matching.loss_weights(on_device, loop.loss_weighting, min_snr_gamma=loop.min_snr_gamma)
+        return output, lambda predicted: flow_matching.squared_error_sum(predicted, target, weights)
 
     @torch.no_grad()
     def evaluate(self, draws: int = 1) -> float:
@@ -279,7 +288,7 @@ class Trainer:
         self._last_saved = self.steps_done
 
     def _load_from(self, checkpoint: Checkpoint, tensors: dict[str, StateTensor]) -> None:
-        checkpoint.load_tensors(tensors, self.world, may_differ=in_coarse_branch, group=self.mesh.stage_group)
+        checkpoint.load_tensors(tensors, self.world, may_differ=_may_differ, group=self.mesh.stage_group)
         self.engine.loaded()
 
     def _start_from(self, checkpoint: Checkpoint) -> None:
@@ -308,7 +317,7 @@ class Trainer:
             )
         return None if resume == "never" else open_checkpoint(Path(resume), self.world)
 
-    def _check_data(self, dataset: VideoDataset) -> int:
+    def _check_data(self, dataset: ClipSource) -> int:
         """Number of training clips; the same data on every rank."""
         if len(set(self.world.gather(dataset.digest))) > 1:
             raise ValueError("data.paths holds different clips on different ranks; give all machines the same files")
@@ -318,7 +327,18 @@ class Trainer:
                 f"train.eval_samples={self.config.train.eval_samples} leaves no clip to train on; data.paths holds "
                 f"{len(dataset)} clips"
             )
+        sizes = sorted(set(dataset.sizes))
+        if self.mesh.pp_size > 1 and len(sizes) > 1:
+            raise ValueError(
+                f"parallel.pipeline_parallel_size={self.mesh.pp_size} has micro-batches under way at once and needs "
+                f"clips of one size, got {sizes}; use clips of one size, or parallel.pipeline_parallel_size=1"
+            )
         return num_train
+
+
+def _may_differ(name: str) -> bool:
+    """Tensors that a checkpoint of the base model need not have."""
+    return in_coarse_branch(name) or is_adapter(name)
 
 
 def checkpoint_folder(config: TrainConfig) -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dbsp_megatron.config import TrainConfig
 from dbsp_megatron.config.parallel import ParallelConfig
+from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.train.trainer import Trainer
 from tests.integration.training import MODEL, make_config, make_trainer, whole_state, with_run
 from tests.megatron_on_cpu import megatron_on_cpu
@@ -31,6 +32,7 @@ class Case:
     strategy: str = "dbsp"
     parallel: dict[str, Any] = field(default_factory=dict)
     loop: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         split = {key.removesuffix("_parallel_size"): value for key, value in self.parallel.items()}
@@ -47,7 +49,7 @@ class Case:
             **({"global_batch_size": 4, "engine": self.engine} | self.loop | loop),
         )
         config = with_run(config, init_from=str(root / "start"))
-        return dataclasses.replace(config, parallel=ParallelConfig(**self.parallel))
+        return dataclasses.replace(config, parallel=ParallelConfig(**self.parallel), lora=LoraConfig(**self.lora))
 
 
 def spread_weights(root: Path) -> Path:

@@ -36,7 +36,7 @@ def _saved_run(root: Path, text: str = "none") -> None:
     trainer.save()
 
 
-def _config(root: Path, mesh: tuple[int, int] = (1, 1), **sample: object) -> InferConfig:
+def sampling_config(root: Path, mesh: tuple[int, int] = (1, 1), **sample: object) -> InferConfig:
     settings: dict[str, object] = {"steps": 3, "num_samples": 2, "device": "cpu", "seed": 4}
     return InferConfig(
         checkpoint=str(root / "run"),
@@ -48,7 +48,7 @@ def _config(root: Path, mesh: tuple[int, int] = (1, 1), **sample: object) -> Inf
 
 def _sample(rank: int, world_size: int, root: Path, meshes: list[tuple[int, int]]) -> list[Tensor]:
     """The second video on each mesh."""
-    return [SamplingPipeline(_config(root, mesh), this_world()).sample(1)[0] for mesh in meshes]
+    return [SamplingPipeline(sampling_config(root, mesh), this_world()).sample(1)[0] for mesh in meshes]
 
 
 def test_videos_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
@@ -63,18 +63,18 @@ def test_videos_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
 
 def test_videos_depend_on_their_index_seed_and_weights_only(tmp_path: Path) -> None:
     _saved_run(tmp_path)
-    pipeline = SamplingPipeline(_config(tmp_path), this_world())
+    pipeline = SamplingPipeline(sampling_config(tmp_path), this_world())
     first, second = pipeline.sample(0)[0], pipeline.sample(1)[0]
     assert (first - second).abs().max() > 0.1
     assert torch.equal(pipeline.sample(0)[0], first)
     for change in ({"seed": 5}, {"weights": "model"}, {"sampler": "euler"}):
-        other = SamplingPipeline(_config(tmp_path, **change), this_world()).sample(0)[0]
+        other = SamplingPipeline(sampling_config(tmp_path, **change), this_world()).sample(0)[0]
         assert not torch.equal(other, first), change
 
 
 def test_run_writes_video_picture_and_settings(tmp_path: Path) -> None:
     _saved_run(tmp_path)
-    pipeline = SamplingPipeline(_config(tmp_path, num_samples=1, num_frames=3, height=16), this_world())
+    pipeline = SamplingPipeline(sampling_config(tmp_path, num_samples=1, num_frames=3, height=16), this_world())
     assert pipeline.run(tmp_path / "out") == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["sample_0000.json", "sample_0000.mp4", "sample_0000.png"]
@@ -92,7 +92,9 @@ def test_guidance_is_the_same_batched_and_in_sequence(tmp_path: Path, text: str)
     save_file(contexts, tmp_path / "text.safetensors")
 
     def sample(scale: float, mode: str) -> Tensor:
-        config = _config(tmp_path, context=str(tmp_path / "text.safetensors"), guidance_scale=scale, guidance_mode=mode)
+        config = sampling_config(
+            tmp_path, context=str(tmp_path / "text.safetensors"), guidance_scale=scale, guidance_mode=mode
+        )
         return SamplingPipeline(config, this_world()).sample(0)[0]
 
     off = sample(1.0, "auto")
@@ -106,7 +108,7 @@ def test_shorter_negative_text_is_used_unpadded(tmp_path: Path) -> None:
     """Trap B93: the negative text of a cross-attention model may have another length."""
     _saved_run(tmp_path, "cross")
     save_file({"context": torch.ones(4, 6), "negative": torch.ones(2, 6) * 2}, tmp_path / "text.safetensors")
-    config = _config(tmp_path, context=str(tmp_path / "text.safetensors"), guidance_scale=3.0)
+    config = sampling_config(tmp_path, context=str(tmp_path / "text.safetensors"), guidance_scale=3.0)
     assert SamplingPipeline(config, this_world()).sample(0)[0].isfinite().all()
     batched = dataclasses.replace(config, sample=dataclasses.replace(config.sample, guidance_mode="batched"))
     with pytest.raises(ValueError, match="contexts of one shape"):

@@ -89,7 +89,7 @@ def _interrupt(rank: int, world_size: int, root: Path) -> tuple[int, int]:
     clips = _InterruptedClips(5, config, at=3 if rank == 1 else 0)
     with StopRequest().installed() as stop:
         code = Trainer(config, this_world(), clips).run(stop)  # type: ignore[arg-type]
-    trainer = Trainer(config, this_world(), MemoryClips(5, config.data))  # type: ignore[arg-type]
+    trainer = Trainer(config, this_world(), MemoryClips(5, config.data))
     resumed_at = trainer.steps_done
     assert trainer.run() == 0
     return code, resumed_at

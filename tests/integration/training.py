@@ -39,11 +39,18 @@ class MemoryClips:
     """Dataset of random clips, the same in every process."""
 
     digest = "memory"
+    channels = 3
 
     def __init__(self, num_clips: int, data: DataConfig) -> None:
         generator = torch.Generator().manual_seed(5)
         shape = (num_clips, 3, data.num_frames, data.height, data.width)
-        self._videos = torch.rand(shape, generator=generator) * 2 - 1
+        self._videos = list(torch.rand(shape, generator=generator) * 2 - 1)
+        self.skipped: list[tuple[str, str]] = []
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """T, H, W of every clip."""
+        return [(video.shape[1], video.shape[2], video.shape[3]) for video in self._videos]
 
     def __len__(self) -> int:
         return len(self._videos)
@@ -89,7 +96,7 @@ def this_world() -> World:
 
 def make_trainer(config: TrainConfig, num_clips: int = 5) -> Trainer:
     """Trainer on clips in memory."""
-    return Trainer(config, this_world(), MemoryClips(num_clips, config.data))  # type: ignore[arg-type]
+    return Trainer(config, this_world(), MemoryClips(num_clips, config.data))
 
 
 def whole_state(trainer: Trainer) -> dict[str, Tensor]:

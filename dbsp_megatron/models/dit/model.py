@@ -110,11 +110,12 @@ class VideoDiT(MegatronModule):
     def _mark_copies(self) -> None:
         """Marks the timestep embedding and projections of cross-attention contexts, of which every stage has a copy."""
         text = self.text_proj if self.dit_config.text == "cross" else None
-        for module in (self.time_embed, self.time_proj, text, self.image_proj):
-            for parameter in () if module is None else module.parameters():
-                # Megatron's names: gradients are summed over stages; `shared` keeps copies out of the gradient norm.
-                parameter.pipeline_parallel = True  # type: ignore[attr-defined]
-                parameter.shared = not self.pre_process  # type: ignore[attr-defined]
+        copied = (self.time_embed, self.time_proj, text, self.image_proj)
+        parameters: list[Any] = [p for module in copied if module is not None for p in module.parameters()]
+        for parameter in parameters:
+            # Megatron's names: gradients are summed over stages; `shared` keeps copies out of the gradient norm.
+            parameter.pipeline_parallel = True
+            parameter.shared = not self.pre_process
 
     def global_name(self, name: str) -> str:
         """Name of a parameter in a model that is not cut into pipeline stages."""

@@ -30,6 +30,7 @@ class DeepSpeedState:
         self, engine: Any, names: ParameterNames, parameters: Mapping[str, nn.Parameter], device: torch.device
     ) -> None:
         self._engine, self.names, self.parameters, self.device = engine, names, dict(parameters), device
+        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.is_plain = isinstance(engine.optimizer, torch.optim.Optimizer)
         """Whether DeepSpeed left the optimizer as it was: stage 0 in fp32."""
         self._inner: torch.optim.Optimizer = engine.optimizer if self.is_plain else engine.optimizer.optimizer
@@ -54,6 +55,10 @@ class DeepSpeedState:
         parameter = self.parameters[name]
         if self.is_plain:
             return self.names.whole(name, parameter.detach())
+        if not parameter.requires_grad:
+            return self._by_function(
+                name, lambda: self._model_weight(parameter), lambda value: self._set_model_weight(parameter, value)
+            )
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
         def write(value: Tensor) -> None:
@@ -61,6 +66,14 @@ class DeepSpeedState:
             self._set_model_weight(parameter, value)
 
         return self._by_function(name, lambda: safe_get_full_fp32_param(parameter), write)
+
+    def _model_weight(self, parameter: nn.Parameter) -> Tensor:
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
 
     def _set_model_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         """What the forward pass reads; DeepSpeed copies master weights there after an optimizer step only."""
@@ -77,7 +90,7 @@ class DeepSpeedState:
         if not any(MOMENTS[0] in state for state in self._inner.state.values()):
             return {}
         self._link()
-        return {f"optim.{moment}.{name}": self._moment(moment, name) for moment in MOMENTS for name in self.parameters}
+        return {f"optim.{moment}.{name}": self._moment(moment, name) for moment in MOMENTS for name in self.trained}
 
     def _moment(self, moment: str, name: str) -> StateTensor:
         parameter = self.parameters[name]
@@ -162,7 +175,7 @@ class OwnedEma:
         self._state, self._mesh, self.decay, self.num_updates = state, mesh, decay, 0
         self._group = mesh.data_group
         rank, size = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
-        self._owners = {name: index % size for index, name in enumerate(state.parameters)}
+        self._owners = {name: index % size for index, name in enumerate(state.trained)}
         self._rank = rank
         self.tensors: dict[str, Tensor] = {}
         self.restart()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dbsp_megatron.train.engines.base import ParameterNames
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import MOMENTS, allocate_state
-from dbsp_megatron.train.state import FlatRange, StateTensor
+from dbsp_megatron.train.state import ByFunction, FlatRange, StateTensor
 
 
 class MegatronState:
@@ -47,6 +47,8 @@ class MegatronState:
 
     def _find(self, parameter: nn.Parameter) -> tuple[Any, Tensor | None, int]:
         """Torch optimizer, master weight (part) or None, and where that part starts."""
+        if not parameter.requires_grad:
+            return None, None, 0
         for optimizer in self._optimizers:
             if not isinstance(optimizer, DistributedOptimizer):
                 whole = isinstance(optimizer, FP32Optimizer)
@@ -60,6 +62,14 @@ class MegatronState:
     @property
     def _is_split(self) -> bool:
         return any(isinstance(optimizer, DistributedOptimizer) for optimizer in self._optimizers)
+
+    def _frozen(self, name: str) -> StateTensor:
+        parameter = self._parameters[name]
+
+        def write(value: Tensor) -> None:
+            parameter.data.copy_(value)
+
+        return self._names.whole(name, ByFunction(parameter.shape, lambda: parameter.detach().float(), write))
 
     def _whole(self, name: str, part: Tensor | None) -> StateTensor:
         if not self._is_split or self._mesh.data_group is None:
@@ -81,11 +91,18 @@ class MegatronState:
             kind: first word of the names.
             parts: this rank's parts; names of which it has none may lack.
         """
-        return {f"{kind}.{name}": self._whole(name, parts.get(name)) for name in self._parts}
+        trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        return {f"{kind}.{name}": self._whole(name, parts.get(name)) for name in trained}
 
     def weights(self) -> dict[str, StateTensor]:
-        """The master weights."""
-        return self.like_masters("model", {name: master.detach() for name, master in self.masters().items()})
+        """The master weights, and frozen ones as they are."""
+        parts = {name: master.detach() for name, master in self.masters().items()}
+        tensors = self.like_masters("model", parts)
+        frozen = {name for name, parameter in self._parameters.items() if not parameter.requires_grad}
+        return {
+            f"model.{name}": self._frozen(name) if name in frozen else tensors[f"model.{name}"]
+            for name in self._parameters
+        }
 
     def moments(self) -> dict[str, StateTensor]:
         """What the optimizer keeps; empty for plain gradient descent and before the first step."""

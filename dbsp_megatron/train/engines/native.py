@@ -61,7 +61,8 @@ class NativeEngine(Engine):
         self._optim, self._num_steps, self._grad_clip = optim, loop.steps, loop.grad_clip
         named = self._named()
         self._optimizer = build_optimizer(optim, named.items())
-        self.ema: Ema | None = Ema(named.items(), loop.ema_decay) if loop.ema_decay else None
+        trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+        self.ema: Ema | None = Ema(trained, loop.ema_decay) if loop.ema_decay else None
 
     def _named(self) -> dict[str, nn.Parameter]:
         """Parameters by global name."""

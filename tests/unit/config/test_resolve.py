@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from dbsp_megatron.config import InferConfig, TrainConfig
 from dbsp_megatron.config.resolve import count_parameters, resolve_mesh, with_degrees
 from dbsp_megatron.config.sections import LoopConfig, SampleConfig
 from dbsp_megatron.data import DataConfig
+from dbsp_megatron.data.latents import write_latents
 from dbsp_megatron.models.dit.config import load_model_config
 from dbsp_megatron.strategy import SequenceParallelConfig
 
@@ -87,12 +90,35 @@ def test_train_config_refuses_batches_that_do_not_divide() -> None:
 
 
 def test_train_config_refuses_models_of_other_tokens() -> None:
-    with pytest.raises(ValueError, match="in_channels: 3"):
+    with pytest.raises(
+        ValueError, match=r"model=wan2_1_1_3b takes 16 channels, the pixels of the data have 3; .* data\.latents names"
+    ):
         TrainConfig(model="wan2_1_1_3b").validate(1)
     with pytest.raises(
         ValueError, match=r"data\.patch_size must be the patch size .* of model=dit_debug, got \[2, 2, 2\]"
     ):
         TrainConfig(data=DataConfig(patch_size=(2, 2, 2))).validate(1)
+
+
+def test_train_config_takes_latents_of_the_channels_of_the_model(tmp_path: Path) -> None:
+    """The grid that memory and time are estimated for is that of the largest clip."""
+    for index, size in enumerate([(3, 4, 6), (5, 4, 6), (1, 8, 6)]):
+        write_latents(tmp_path / f"{index}.safetensors", torch.zeros(16, *size), name=str(index), settings={})
+    data = DataConfig(latents=str(tmp_path), patch_size=(1, 2, 2))
+    assert TrainConfig(model="wan2_1_1_3b", data=data).validate(1).grid == (5, 2, 3)
+    with pytest.raises(ValueError, match=r"dit_debug takes 3 channels, the latents .* have 16; .* leave out data\.lat"):
+        TrainConfig(data=data).validate(1)
+    with pytest.raises(ValueError, match=r"data\.patch_size must be the patch size \[1, 2, 2\] of model=wan2_1_1_3b"):
+        TrainConfig(model="wan2_1_1_3b", data=DataConfig(latents=str(tmp_path))).validate(1)
+    with pytest.raises(ValueError, match="no .safetensors file is there"):
+        TrainConfig(model="wan2_1_1_3b", data=DataConfig(latents=str(tmp_path / "x"))).validate(1)
+    model = tmp_path / "to_video.yaml"
+    model.write_text(
+        "{hidden_size: 16, num_layers: 1, num_heads: 2, head_dim: 8, patch_size: [1, 2, 2], in_channels: 16, "
+        "out_channels: 4}"
+    )
+    with pytest.raises(ValueError, match="must predict as many channels as it takes, 16, got 4"):
+        TrainConfig(model=str(model), data=data).validate(1)
 
 
 def test_infer_config_refuses_text_settings_without_text() -> None:
