@@ -88,9 +88,8 @@ def test_a_run_with_adapters_is_sampled_and_resumed(tmp_path: Path) -> None:
     averaged = SamplingPipeline(sampling_config(tmp_path), this_world())
     plain = SamplingPipeline(sampling_config(tmp_path, weights="model"), this_world())
     assert averaged.weights == "ema"
-    base = SamplingPipeline(
-        dataclasses.replace(sampling_config(tmp_path), checkpoint=str(tmp_path / "start")), this_world()
-    )
+    start = dataclasses.replace(sampling_config(tmp_path), checkpoint=str(tmp_path / "start"))
+    base = SamplingPipeline(start, this_world())
     videos = [pipeline.sample(0)[0] for pipeline in (averaged, plain, base)]
     assert not torch.equal(videos[0], videos[1])
     assert not torch.equal(videos[1], videos[2])
@@ -126,9 +125,7 @@ def test_clips_of_several_sizes_weigh_by_their_tokens(root: Path) -> None:
     ]
     for losses in run_ranks(_train_sizes, 4, root, cases, timeout_s=200):
         for case, mine in zip(cases, losses, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(mine), alone, rtol=1e-4, atol=0, msg=lambda text, c=case: f"{c}: {text}"
-            )
+            assert float((torch.tensor(mine) / alone - 1).abs().max()) < 1e-4, case
 
 
 def test_loss_weights_change_the_gradient_as_they_say(root: Path) -> None:
@@ -154,6 +151,9 @@ def _refused_sizes(rank: int, world_size: int, root: Path) -> str:
     from tests.megatron_on_cpu import megatron_on_cpu
 
     config = Case(engine="megatron", parallel={"pipeline_parallel_size": 2}).config(root)
-    with megatron_on_cpu(), pytest.raises(ValueError) as caught:
-        Trainer(config, this_world(), _TwoSizes(7, config.data))
-    return str(caught.value)
+    try:
+        with megatron_on_cpu():
+            Trainer(config, this_world(), _TwoSizes(7, config.data))
+    except ValueError as error:
+        return str(error)
+    return ""
