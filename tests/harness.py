@@ -1,4 +1,4 @@
-"""Runs one function on several ranks: pooled spawned workers, gloo or NCCL, a file store, readable failures."""
+"""Runs one function on several ranks: pooled worker processes, gloo or NCCL, a file store, readable failures."""
 
 from __future__ import annotations
 
@@ -81,11 +81,24 @@ def run_ranks(
     return _pool_for(env or {}).run(fn, world_size, args, timeout_s, backend)
 
 
+# What nearly every rank imports; a worker that has to do it by itself is ready seconds later.
+_PRELOADED = ["torch.distributed.checkpoint", "dbsp_megatron.train.trainer", "tests.harness"]
+
+
+def _context(env: Mapping[str, str]) -> Any:
+    """How workers start: forked from a server that has imported everything, or, with variables of their own, anew."""
+    if env:
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 class _Worker:
-    """One spawned process and the pipe to it."""
+    """One process and the pipe to it."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        context = mp.get_context("spawn")
+        context = _context(env)
         self.connection, child = context.Pipe()
         handle, name = tempfile.mkstemp(prefix="rank_stacks_")
         os.close(handle)
