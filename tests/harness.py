@@ -31,6 +31,8 @@ GROUP_TIMEOUT_S = 20
 _MEET_TIMEOUT_S = 240
 _MAX_POOLS = 2
 _GRACE_S = 0.5
+_MAX_THREADS = 60
+"""A worker with more is replaced: gloo's threads of groups that something still refers to wake up all the time."""
 
 
 class RankError(AssertionError):
@@ -114,6 +116,13 @@ class _Worker:
             raise RankTimeoutError("a worker process did not start within 120 s")
         self.connection.recv_bytes()
 
+    def num_threads(self) -> int:
+        """Threads of the process."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:  # it is gone; sending it a job will say so
+            return 0
+
     def stack_dump(self) -> str:
         """Where the worker's threads stand now."""
         if self.process.pid is None or not self.process.is_alive():
@@ -147,8 +156,13 @@ class _Pool:
     def run(
         self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, backend: str | None
     ) -> list[Any]:
-        started = [_Worker(self.env) for _ in range(world_size - len(self.workers))]
-        self.workers.extend(started)
+        tired = [worker for worker in self.workers[:world_size] if worker.num_threads() > _MAX_THREADS]
+        for worker in tired:
+            worker.close(kill=True)
+        missing = max(0, world_size - len(self.workers))
+        started = [_Worker(self.env) for _ in range(missing + len(tired))]
+        fresh = iter(started)
+        self.workers = [next(fresh) if worker in tired else worker for worker in self.workers] + list(fresh)
         for worker in started:
             worker.wait_ready()
         workers = self.workers[:world_size]

@@ -48,6 +48,10 @@ class TrainConfig:
                 f"optim.warmup_steps must be at most train.steps={self.train.steps}, got {self.optim.warmup_steps}"
             )
         self.parallel.check_engine(self.train.engine)
+        if self.parallel.sequence_parallel and self.lora.rank:
+            raise ValueError(
+                f"parallel.sequence_parallel=true does not go with lora.rank={self.lora.rank}; set it to false"
+            )
         if self.parallel.tensor_parallel_size > 1 and self.mask.method in _METHODS_BY_HEAD:
             raise ValueError(
                 f"mask.method={self.mask.method} names heads of the whole model, of which a tensor-parallel rank has a "
@@ -189,6 +193,11 @@ def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
         ValueError: a size does not divide what it splits.
     """
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if parallel.sequence_parallel and (model.text == "dual_stream" or model.coarse_branch):
+        raise ValueError(
+            f"parallel.sequence_parallel=true does not go with model={name}, which has "
+            f"{'a coarse branch' if model.coarse_branch else 'text: dual_stream'}; set it to false"
+        )
     for what, value in (("num_kv_heads", model.kv_heads), ("ffn_hidden_size", model.ffn_channels)):
         if value % tp:
             raise ValueError(

@@ -72,7 +72,12 @@ class Trainer:
         loop = config.train
         self.model_config = _model_config(config)
         self.sp = sequence_parallel(with_degrees(config.sp, resolved.mesh), self.mesh)
-        module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device)
+        module = VideoDiT(
+            self.model_config,
+            sp=self.sp,
+            pg_collection=self.mesh.model_groups,
+            sequence_parallel=config.parallel.sequence_parallel,
+        ).to(world.device)
         add_lora(module, config.lora)
         self.engine = build_engine(module, config, world, self.mesh)
         self.sharded = ShardedModel(

@@ -20,6 +20,7 @@ from tests.integration.training import make_trainer
 from tests.megatron_on_cpu import megatron_on_cpu
 
 TP2 = {"tensor_parallel_size": 2}
+SHARED = TP2 | {"sequence_parallel": True}
 PP2 = {"pipeline_parallel_size": 2}
 FSDP = {"data_parallel": "fsdp"}
 WHOLE = {"distributed_optimizer": False}
@@ -34,14 +35,14 @@ def _cases(engine: str, *layouts: tuple[int, int, dict[str, Any]], **loop: Any) 
 CASES = {
     2: [
         *_cases("native", (1, 1, TP2), (2, 1, FSDP), recompute=True),
-        *_cases("megatron", (1, 1, TP2), (1, 1, PP2), (1, 2, {}), (1, 1, WHOLE)),
+        *_cases("megatron", (1, 1, TP2), (1, 1, SHARED), (1, 1, PP2), (1, 2, {}), (1, 1, WHOLE)),
     ],
     4: [
         *_cases("native", (2, 1, TP2), (1, 1, TP2), (2, 1, FSDP), (1, 1, TP2 | FSDP)),
         *_cases("native", (1, 2, FSDP | {"cpu_offload": True}), micro_batch_size=2),
         *_cases("megatron", (2, 1, TP2), (1, 1, TP2), (2, 1, {}), (2, 2, {}), (1, 2, PP2)),
         *_cases("megatron", (2, 1, {}), (1, 1, TP2 | PP2), recompute=True),
-        *_cases("megatron", (1, 2, TP2 | WHOLE), micro_batch_size=2),
+        *_cases("megatron", (1, 2, TP2 | WHOLE), (2, 1, SHARED), (1, 1, SHARED | PP2), micro_batch_size=2),
     ],
     8: [
         *_cases("native", (2, 1, TP2), (2, 2, TP2 | FSDP)),

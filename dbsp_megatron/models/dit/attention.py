@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from dbsp_megatron.compat import group_size
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
-from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
+from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear, whole_input
 from dbsp_megatron.models.dit.norms import HeadNorm
 from dbsp_megatron.models.dit.rope import apply_rotary
+from dbsp_megatron.models.dit.rows import padded_rows
 
 CoreAttention: TypeAlias = ModuleSpec | type
 
@@ -138,7 +139,9 @@ class DiTSelfAttention(MegatronModule):
         """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
         tokens = conditioning.tokens
         if self.text_qkv is None or self.text_linear_proj is None:
-            q, k, v = self.qkv(x)
+            num_tokens = tokens.num_text + tokens.num_video
+            # With Megatron's sequence parallelism the projection gathers added rows, too.
+            q, k, v = (each[:num_tokens] for each in self.qkv(x))
         else:
             text, video = tokens.split(x)
             both = zip(self.text_qkv(text), self.qkv(video), strict=True)
@@ -151,7 +154,8 @@ class DiTSelfAttention(MegatronModule):
             # Behind the attention of tokens, in which ranks have made sure that their tensors fit together.
             out = self.coarse_branch(out, q, k, v, x, tokens)
         if self.text_linear_proj is None:
-            projected: Tensor = self.linear_proj(out)[0]
+            rows = padded_rows(out, group_size(self.tp_group)) if self.config.sequence_parallel else out
+            projected: Tensor = self.linear_proj(rows)[0]
             return projected
         text, video = tokens.split(out)
         return tokens.merge(self.text_linear_proj(text)[0], self.linear_proj(video)[0])
@@ -171,14 +175,14 @@ class DiTCrossAttention(MegatronModule):
         self.tp_group = tp_group
         self.head_dim = dit.heads_dim
         self.linear_q = _column(config, dit.num_heads * dit.heads_dim, tp_group)
-        self.linear_kv = _column(config, 2 * dit.num_heads * dit.heads_dim, tp_group)
+        self.linear_kv = _column(whole_input(config), 2 * dit.num_heads * dit.heads_dim, tp_group)
         self.q_norm = _head_norm(config, dit, dit.num_heads, tp_group)
         self.k_norm = _head_norm(config, dit, dit.num_heads, tp_group)
         self.linear_proj = _row(config, dit, tp_group)
         self.image_linear_kv: ColumnLinear | None = None
         self.image_k_norm: HeadNorm | None = None
         if dit.image_dim is not None:
-            self.image_linear_kv = _column(config, 2 * dit.num_heads * dit.heads_dim, tp_group)
+            self.image_linear_kv = _column(whole_input(config), 2 * dit.num_heads * dit.heads_dim, tp_group)
             self.image_k_norm = _head_norm(config, dit, dit.num_heads, tp_group)
 
     def forward(self, x: Tensor, context: Tensor, image_context: Tensor | None = None) -> Tensor:

@@ -15,6 +15,9 @@ class Conditioning:
 
     tokens: LocalTokens
     """This rank's tokens and their rotary angles."""
+    rows: LocalTokens
+    """Those between the matrices of a layer: `tokens`, or with Megatron's sequence parallelism the part of them that
+    this tensor-parallel rank holds there, added rows included."""
     embedding: Tensor
     """[b, time_channels]: SiLU of the timestep embedding, the input of `modulation: linear`."""
     table: Tensor | None = None

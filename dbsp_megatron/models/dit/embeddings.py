@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.init_weights import mark_init, zero_init
-from dbsp_megatron.models.dit.linear import ColumnLinear
+from dbsp_megatron.models.dit.linear import ColumnLinear, whole_input
 from dbsp_megatron.models.dit.modulation import AffineNorm
 
 
@@ -112,7 +112,7 @@ class OutputLayer(MegatronModule):
             self.linear = ColumnLinear(
                 dit.time_channels,
                 2 * size,
-                config=config,
+                config=whole_input(config),
                 init_method=config.init_method,
                 gather_output=True,
                 tp_group=tp_group,

@@ -24,13 +24,16 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection, sp_size: int) -> TransformerConfig:
+def dit_transformer_config(
+    dit: DiTConfig, pg_collection: ProcessGroupCollection, sp_size: int, *, sequence_parallel: bool = False
+) -> TransformerConfig:
     """Megatron's config for a DiT.
 
     Args:
         dit: The model description.
         pg_collection: Process groups; `tp` may be None.
         sp_size: Ranks that share a sequence.
+        sequence_parallel: Megatron's: tensor-parallel ranks share out the tokens between their matrices.
 
     Raises:
         ValueError: If heads, channels or layers cannot be split over the ranks.
@@ -53,6 +56,12 @@ def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection
             f"num_layers + num_single_layers must be divisible by the pipeline-parallel size {pp_size}; got "
             f"{dit.num_attention_layers}. Use a smaller pipeline-parallel size"
         )
+    if sequence_parallel and (dit.text == "dual_stream" or dit.coarse_branch):
+        what = "text: dual_stream" if dit.text == "dual_stream" else "a coarse branch"
+        raise ValueError(
+            f"Megatron's sequence_parallel must be off for a model with {what}, whose tensor-parallel ranks would hold "
+            "unequal rows; got true. Set it to false: ranks of a sequence (sp.*) are not concerned"
+        )
     return TransformerConfig(
         num_layers=dit.num_attention_layers,
         hidden_size=dit.hidden_size,
@@ -68,6 +77,7 @@ def dit_transformer_config(dit: DiTConfig, pg_collection: ProcessGroupCollection
         tensor_model_parallel_size=tp_size,
         context_parallel_size=sp_size,
         pipeline_model_parallel_size=pp_size,
+        sequence_parallel=sequence_parallel,
         pipeline_dtype=torch.float32,
         # Ranks of a sequence may hold unequal numbers of tokens, so stages tell one another how many come.
         variable_seq_lengths=pp_size > 1,

@@ -93,9 +93,9 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
 
     def forward(self, hidden_states: Tensor, conditioning: Conditioning) -> Tensor:
         """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
-        x, tokens = hidden_states, conditioning.tokens
+        x, tokens, rows = hidden_states, conditioning.tokens, conditioning.rows
         normed, gate = self.attention_norm(x, conditioning)
-        x = add_gated(x, self.self_attention(normed, conditioning), gate, tokens)
+        x = add_gated(x, self.self_attention(normed, conditioning), gate, rows)
         if self.cross_attention is not None and self.cross_norm is not None:
             query = self.cross_norm(x).to(x.dtype)
             x = (x + self.cross_attention(query, conditioning.context, conditioning.image_context)).to(x.dtype)
@@ -105,7 +105,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         else:
             text, video = tokens.split(normed)
             update = tokens.merge(_run_mlp(self.text_mlp, text), _run_mlp(self.mlp, video))
-        return add_gated(x, update, gate, tokens)
+        return add_gated(x, update, gate, rows)
 
 
 class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
@@ -148,4 +148,4 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
         """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
         normed, gate = self.norm(hidden_states, conditioning)
         update = self.self_attention(normed, conditioning) + _run_mlp(self.mlp, normed)
-        return add_gated(hidden_states, update, gate, conditioning.tokens)
+        return add_gated(hidden_states, update, gate, conditioning.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,10 +11,20 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dbsp_megatron.compat import group_size
-from dbsp_megatron.models.dit.tensor_parallel import gather_last_dim
+from dbsp_megatron.models.dit.tensor_parallel import gather_last_dim, sum_gradient
+
+
+def whole_input(config: TransformerConfig) -> TransformerConfig:
+    """The config of a layer whose input every tensor-parallel rank has, also with Megatron's sequence parallelism."""
+    if not config.sequence_parallel:
+        return config
+    changed = copy.copy(config)
+    changed.sequence_parallel = False
+    return changed
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -22,9 +33,19 @@ class ColumnLinear(ColumnParallelLinear):
     `gather_output=True` also works on CPU tensors, where Megatron's gather asks for the current CUDA device.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, gather_output: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        gather_output: bool = False,
+        partial_use: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(input_size, output_size, gather_output=False, **kwargs)
         self.gathers = gather_output
+        # Whether ranks apply the gathered output to tokens of their own: its gradient is then a sum over them.
+        self.partial_use = partial_use
         # Megatron marks weights while it initialises them; ours are initialised later, by `init_weights`.
         if not hasattr(self.weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -36,7 +57,10 @@ class ColumnLinear(ColumnParallelLinear):
         """
         if group_size(self.tp_group) > 1:
             out, left_bias = super().forward(input_, *args, **kwargs)
-            return gather_last_dim(out, self.tp_group) if self.gathers else out, left_bias
+            if self.gathers:
+                out = gather_last_dim(out, self.tp_group)
+                out = sum_gradient(out, self.tp_group) if self.partial_use else out
+            return out, left_bias
         bias = None if self.skip_bias_add else self.bias
         return F.linear(input_, self.weight, bias), self.bias if self.skip_bias_add else None
 

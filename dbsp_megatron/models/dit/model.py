@@ -19,7 +19,10 @@ from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.embeddings import ImageProjection, OutputLayer, TextProjection, TimestepEmbedding
 from dbsp_megatron.models.dit.init_weights import init_weights, zero_init
 from dbsp_megatron.models.dit.layer_spec import default_core_attention, dit_block_spec, dit_transformer_config
+from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, AffineNorm
 from dbsp_megatron.models.dit.positions import PositionEmbedding
+from dbsp_megatron.models.dit.rows import RowPositions, gather_rows, scatter_rows
+from dbsp_megatron.models.dit.tensor_parallel import sum_gradient
 from dbsp_megatron.models.dit.tokens import Grid, LocalTokens, TokenLocator
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class VideoDiT(MegatronModule):
         pg_collection: Megatron's process groups; None takes those of `parallel_state` if it is initialised, else none:
             a single process needs neither `torch.distributed` nor Megatron's groups.
         core_attention: Replaces the self-attention core, for tests and other attention back ends.
+        sequence_parallel: Megatron's: between their matrices, tensor-parallel ranks share out the tokens. Gradients of
+            parameters marked `sequence_parallel` are then to be summed over them, as `finalize_model_grads` does.
 
     Attributes:
         config: Megatron's `TransformerConfig`.
@@ -54,9 +59,11 @@ class VideoDiT(MegatronModule):
         sp: SequenceParallel | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         core_attention: CoreAttention | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         groups = process_groups(pg_collection)
-        super().__init__(config=dit_transformer_config(config, groups, 1 if sp is None else sp.size))
+        sp_size = 1 if sp is None else sp.size
+        super().__init__(config=dit_transformer_config(config, groups, sp_size, sequence_parallel=sequence_parallel))
         self.dit_config = config
         # What Megatron's schedules and gradient reduction ask a model for.
         self.model_type = ModelType.encoder_or_decoder
@@ -99,6 +106,9 @@ class VideoDiT(MegatronModule):
             rope_theta=config.rope_theta,
             rope_base_grid=config.rope_base_grid,
         )
+        self._row_positions = RowPositions(groups.tp) if sequence_parallel else None
+        if sequence_parallel:
+            self._mark_partial()
         if num_stages > 1:
             self._mark_copies()
         self.reset_parameters()
@@ -106,6 +116,17 @@ class VideoDiT(MegatronModule):
     def _own_layers(self, spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
         count = self.dit_config.num_attention_layers // group_size(self.pg_collection.pp)
         return TransformerBlockSubmodules(layer_specs=(spec.layer_specs or [])[self._first_layer :][:count])
+
+    def _mark_partial(self) -> None:
+        """Marks parameters that each tensor-parallel rank applies to its own rows (biases of row layers are marked)."""
+        marked: list[Any] = []
+        for module in self.block.modules():
+            if isinstance(module, AffineNorm):
+                marked += module.parameters()
+            if isinstance(module, AdaLayerNormZero) and module.table is not None:
+                marked.append(module.table)
+        for parameter in marked:
+            parameter.sequence_parallel = True
 
     def _mark_copies(self) -> None:
         """Marks the timestep embedding and projections of cross-attention contexts, of which every stage has a copy."""
@@ -186,12 +207,15 @@ class VideoDiT(MegatronModule):
         time_embedding: Tensor,
         context: Tensor | None,
         tokens: LocalTokens,
+        rows: LocalTokens,
         image_context: Tensor | None = None,
     ) -> Conditioning:
         table = None
         if self.time_proj is not None:
             table = self.time_proj(F.silu(time_embedding))
             table = table.unflatten(-1, (2, self._num_streams, 3, -1)).permute(1, 2, 3, 0, 4)
+            if self._row_positions is not None:
+                table = sum_gradient(table, self.tp_group)  # each rank applies it to its own rows
         cross = None
         if self.dit_config.text == "cross" and context is not None and self.text_proj is not None:
             cross = self.text_proj(context).transpose(0, 1)
@@ -199,8 +223,19 @@ class VideoDiT(MegatronModule):
         if image_context is not None and self.image_proj is not None:
             image = self.image_proj(image_context).transpose(0, 1)
         return Conditioning(
-            tokens=tokens, embedding=F.silu(time_embedding), table=table, context=cross, image_context=image
+            tokens=tokens,
+            rows=rows,
+            embedding=F.silu(time_embedding),
+            table=table,
+            context=cross,
+            image_context=image,
         )
+
+    def _rows(self, positions: Tensor, grid: Grid, tokens: LocalTokens) -> LocalTokens:
+        """Tokens between the matrices of a layer; they matter only where text and video are modulated apart."""
+        if self._row_positions is None or self._num_streams == 1:
+            return tokens
+        return self._locate(self._row_positions(positions), grid)
 
     def _embed(
         self, video_tokens: Tensor, context: Tensor | None, tokens: LocalTokens, positions: Tensor, grid: Grid
@@ -216,6 +251,8 @@ class VideoDiT(MegatronModule):
             x = tokens.merge(text, x)
         if self.position is not None:
             x = x + self.position(positions, grid).to(x.dtype)
+        if self._row_positions is not None:
+            x = scatter_rows(x, self.tp_group)
         return x.contiguous()
 
     def forward(
@@ -248,10 +285,13 @@ class VideoDiT(MegatronModule):
         tokens = self._locate(positions, grid)
         self._check_inputs(video_tokens, timestep, context, image_context, tokens)
         time_embedding = self.time_embed(timestep)
-        conditioning = self._conditioning(time_embedding, context, tokens, image_context)
+        rows = self._rows(positions, grid, tokens)
+        conditioning = self._conditioning(time_embedding, context, tokens, rows, image_context)
         x = self.block(self._embed(video_tokens, context, tokens, positions, grid), conditioning)
         if self.output is None:
             return x
+        if self._row_positions is not None:
+            x = gather_rows(x, tokens.num_text + tokens.num_video, self.tp_group)
         if self.dit_config.has_joint_text:
             x = tokens.split(x)[1]
         predicted: Tensor = self.output(x, time_embedding).transpose(0, 1)

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.init_weights import mark_init, zero_init
-from dbsp_megatron.models.dit.linear import ColumnLinear
+from dbsp_megatron.models.dit.linear import ColumnLinear, whole_input
 from dbsp_megatron.models.dit.tokens import LocalTokens
 
 
@@ -105,9 +105,10 @@ class AdaLayerNormZero(MegatronModule):
             self.linear = ColumnLinear(
                 dit.time_channels,
                 num_streams * 3 * dit.hidden_size,
-                config=config,
+                config=whole_input(config),
                 init_method=config.init_method,
                 gather_output=True,
+                partial_use=config.sequence_parallel,
                 tp_group=tp_group,
             )
             zero_init(self.linear)
@@ -130,4 +131,4 @@ class AdaLayerNormZero(MegatronModule):
         """Returns the modulated norm of `x` [s_local, b, hidden] (dtype kept) and the gate [num_streams, b, hidden]."""
         normed = self.norm(x)
         shift, scale, gate = self._shift_scale_gate(conditioning, normed.dtype)
-        return modulate(normed, shift, scale, conditioning.tokens).to(x.dtype), gate
+        return modulate(normed, shift, scale, conditioning.rows).to(x.dtype), gate

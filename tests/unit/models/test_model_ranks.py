@@ -16,6 +16,7 @@ from torch import Tensor
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.model import VideoDiT
 from tests.harness import run_ranks
+from tests.megatron_on_cpu import megatron_on_cpu
 from tests.unit.models.cores import (
     MODES,
     DenseCore,
@@ -170,6 +171,61 @@ def test_tensor_parallel_works_with_given_groups() -> None:
     expected, _ = run_whole(config, make_inputs(config))
     for result in run_ranks(tensor_parallel_rank, 2, config, False):
         torch.testing.assert_close(result["out"], expected)
+
+
+def odd_inputs(config: DiTConfig) -> dict[str, Any]:
+    """Inputs of an odd number of tokens, the last one left out if need be."""
+    inputs = make_inputs(config)
+    count = len(inputs["positions"])
+    short = {"positions": inputs["positions"][: count - 1], "video_tokens": inputs["video_tokens"][:, :-1]}
+    return inputs if count % 2 else inputs | short
+
+
+def shared_rows_rank(rank: int, world_size: int, config: DiTConfig) -> dict[str, Any]:
+    """One of two tensor-parallel ranks that share out the tokens between matrices."""
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=world_size, create_gloo_process_groups=False
+        )
+        model = VideoDiT(config, core_attention=DenseCore, sequence_parallel=True).double()
+        randomize(model, rank, world_size)
+        inputs = odd_inputs(config)
+        out = model(**inputs)
+        (out * loss_weight(config)[:, : out.shape[1]]).sum().backward()
+        grads, dims = {}, {}
+        for name, p in model.named_parameters():
+            assert p.grad is not None, name
+            if getattr(p, "sequence_parallel", False):
+                dist.all_reduce(p.grad)
+            grads[name] = p.grad
+            dims[name] = p.partition_dim if getattr(p, "tensor_model_parallel", False) else None
+    return {"out": out.detach(), "grads": grads, "dims": dims}
+
+
+@pytest.mark.parametrize("text", ["none", "cross", "joint"])
+def test_rows_shared_by_tensor_parallel_ranks_equal_one_process(text: str) -> None:
+    """Megatron's sequence_parallel, with tokens that do not divide, text and video of their own modulation."""
+    config = tiny_config(text)
+    model, inputs = make_model(config), odd_inputs(config)
+    expected = model(**inputs)
+    (expected * loss_weight(config)[:, : expected.shape[1]]).sum().backward()
+    expected_grads = gradients(model)
+    ranks = run_ranks(shared_rows_rank, 2, config)
+    for result in ranks:
+        torch.testing.assert_close(result["out"], expected.detach())
+    for name, grad in expected_grads.items():
+        dim = ranks[0]["dims"][name]
+        parts = [result["grads"][name] for result in ranks]
+        if dim is None:
+            torch.testing.assert_close(parts[0], parts[1], msg=lambda m, n=name: f"{n}: {m}")
+        whole = parts[0] if dim is None else torch.cat(parts, dim)
+        torch.testing.assert_close(whole, grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("text", "changes"), [("dual_stream", {}), ("none", {"coarse_branch": True})])
+def test_shared_rows_are_refused_where_they_would_be_unequal(text: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sequence_parallel must be off"):
+        VideoDiT(tiny_config(text, **changes), core_attention=DenseCore, sequence_parallel=True)
 
 
 def refused_rank(rank: int, world_size: int, config: DiTConfig, group: str) -> str:
