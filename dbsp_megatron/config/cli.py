@@ -29,6 +29,7 @@ TRAIN_ALIASES = {
     "--name": "--run.name",
     "--init-from": "--run.init_from",
     "--engine": "--train.engine",
+    "--profile": "--run.profile",
     "--tensor-parallel-size": "--parallel.tensor_parallel_size",
     "--pipeline-parallel-size": "--parallel.pipeline_parallel_size",
     "--wandb": "--wandb.mode",

@@ -156,12 +156,18 @@ class RunConfig:
     any run folder."""
     tensorboard: bool = False
     """Write TensorBoard's event files to the run folder, with the keys of metrics.jsonl."""
+    profile: int = 0
+    """First step (from 1) to trace with torch's profiler, on every rank, into the folder `profile`; 0 for none."""
+    profile_steps: int = 3
+    """Steps to trace."""
     stop_file: str = ""
     """The run saves and ends when this file appears, as on SIGTERM; for launchers that cannot signal ranks."""
 
     def __post_init__(self) -> None:
         plain = bool(self.name) and self.name not in (".", "..") and "/" not in self.name and self.name.isprintable()
         _require(plain, "run.name", "a folder name without '/'", self.name, "use run.root for the folder above")
+        _require(self.profile >= 0, "run.profile", ">= 0", self.profile, "0 traces nothing")
+        _require(self.profile_steps >= 1, "run.profile_steps", ">= 1", self.profile_steps)
         _require(bool(self.resume), "run.resume", "auto, never or a path", self.resume)
         _require(
             not self.init_from or self.resume in ("auto", "never"),

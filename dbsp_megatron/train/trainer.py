@@ -35,6 +35,7 @@ from dbsp_megatron.train.engines import StepWork, build_engine
 from dbsp_megatron.train.forward import ShardedModel
 from dbsp_megatron.train.memory import peak_memory_gib
 from dbsp_megatron.train.mesh import build_mesh, megatron_mesh, sequence_parallel
+from dbsp_megatron.train.profiling import StepProfiler, named_range
 from dbsp_megatron.train.rank_metrics import own_numbers, rank_metrics
 from dbsp_megatron.train.report import RunReport
 from dbsp_megatron.train.signals import StopRequest
@@ -136,9 +137,13 @@ class Trainer:
             ) as metrics,
             RunReport(folder, world, self.sp, resume_step=resume_step) as report,
             ProgressBar(config.train.steps, world.is_main, initial=self.steps_done) as bar,
+            StepProfiler(
+                folder.path, config.run.profile, config.run.profile_steps, world.rank, world.device
+            ) as profiler,
         ):
             while self.steps_done < config.train.steps:
-                row, stopping = self._train_step(stop)
+                with profiler.step(self.steps_done + 1):
+                    row, stopping = self._train_step(stop)
                 if logged := self._is_logged(self.steps_done):
                     # Before the evaluation, which attends to other clips.
                     report.add_layers(self.steps_done)
@@ -191,8 +196,10 @@ class Trainer:
         local_tokens = sum(len(batch.samples) * len(self.sharded.video_positions(batch.grid)) for batch in batches)
         # Counted over every rank and micro-batch before the first backward, so that each token weighs the same.
         num_tokens = int(self.world.sum(mesh.counted(torch.tensor(local_tokens))))
-        total = self.engine.forward_backward(self._work(batches, step, num_tokens))
-        norm, lr = self.engine.step(step)
+        with named_range("forward_backward", self.world.device):
+            total = self.engine.forward_backward(self._work(batches, step, num_tokens))
+        with named_range("optimizer", self.world.device):
+            norm, lr = self.engine.step(step)
         logged = self._is_logged(step + 1)
         own = [float(mesh.counted(total)), float(stop.requested())]
         # The device has finished the step by now: `total` was read.

@@ -52,11 +52,16 @@ CASES = {
 
 
 # A process in which ZeRO 3 has run is not as it was (DeepSpeed counts parameters and patches classes), so these have
-# processes of their own, of one world size, and stage 3 comes last.
+# processes of their own, of one world size, and the same history on every rank.
 DEEPSPEED_CASES = [
     Case(engine="deepspeed", ulysses=u, parallel={"zero_stage": stage} | parallel, loop=loop)
-    for stage in (0, 1, 2, 3)
-    for u, parallel, loop in ((2, {}, {}), (2, TP2, {"micro_batch_size": 2}), (1, TP2, {"recompute": True}))
+    for stage, u, parallel, loop in (
+        *((stage, 2, {}, {}) for stage in (0, 1, 2, 3)),
+        (0, 1, TP2, {"recompute": True}),
+        (1, 2, TP2, {"micro_batch_size": 2}),
+        (2, 1, TP2, {}),
+        (3, 2, TP2, {"micro_batch_size": 2}),
+    )
 ]
 
 

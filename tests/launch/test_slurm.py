@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pwd
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,11 @@ def test_wrong_options_use_up_no_job_number(slurm: Cluster, work: Path) -> None:
     before = last_number()
     for words in (("--nodes", "0"), ("--nodes", "2")):  # the second one: 2 processes do not make 2 x 2 ranks
         done = run_script(
-            "--slurm", "--procs-per-node", "1", "--name", "bad", *words, *MESH, cwd=work, env=slurm.environment
+            *("--slurm", "--python", sys.executable, "--procs-per-node", "1", "--name", "bad"),
+            *words,
+            *MESH,
+            cwd=work,
+            env=slurm.environment,
         )
         assert done.returncode == 2, done.stdout
         assert done.stderr.startswith("error: "), done.stderr

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_mask", "compat", "kernels"),
     ("observability",),
     ("masks", "plan"),
-    ("parallel_state",),
+    ("deepspeed_mpu", "parallel_state"),
     ("comm",),
     ("attention",),
     ("dsp", "strategy"),

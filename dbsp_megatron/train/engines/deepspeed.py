@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from dbsp_megatron.compat import import_deepspeed
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig
+from dbsp_megatron.deepspeed_mpu import DeepSpeedMpu
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines.base import BatchT, Engine, ParameterNames, StepWork, sum_of_losses
 from dbsp_megatron.train.engines.deepspeed_config import build_deepspeed_config
 from dbsp_megatron.train.engines.deepspeed_state import DeepSpeedState, OwnedEma
-from dbsp_megatron.train.engines.mpu import ModelParallelUnit
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import build_optimizer, clip_by_global_norm, learning_rate, set_learning_rate
 from dbsp_megatron.train.state import StateTensor
@@ -53,7 +53,7 @@ class DeepSpeedEngine(Engine):
         self._engine: Any = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(optim, named),
-            mpu=ModelParallelUnit(mesh),
+            mpu=DeepSpeedMpu(mesh.data_group or mesh.sp_group, mesh.tp_group),
             dist_init_required=False,
             config=settings,
         )[0]

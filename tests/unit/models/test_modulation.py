@@ -42,7 +42,7 @@ def test_ada_layer_norm_zero_equals_its_formula(text: str) -> None:
     assert isinstance(layer, DiTLayer)
     tokens = model._locate(torch.arange(config.sequence_text_len + 18), (2, 3, 3))
     time_embedding = model.time_embed(torch.tensor([0.25, 0.875], dtype=torch.float64))
-    conditioning = model._conditioning(time_embedding, None, tokens)
+    conditioning = model._conditioning(time_embedding, None, tokens, tokens)
     x = torch.randn(config.sequence_text_len + 18, 2, config.hidden_size, dtype=torch.float64)
     for sublayer, norm in enumerate((layer.attention_norm, layer.mlp_norm)):
         assert isinstance(norm, AdaLayerNormZero)
