@@ -73,7 +73,8 @@ def _about_data(situation: Situation) -> list[Advice]:
     from dbsp_megatron.data.sources import expand_entry
 
     found = []
-    for entry in situation.config.data.paths:
+    # Files of latents were looked at for their size, which the run was resolved with.
+    for entry in () if situation.config.data.latents else situation.config.data.paths:
         try:
             expand_entry(entry)
         except ValueError as error:
@@ -87,7 +88,11 @@ def _about_memory(situation: Situation, memory: Sequence[MemoryPart], limits: Li
     if limits.memory_gib is not None and total > _HEADROOM * limits.memory_gib:
         remedy = "use more sequence-parallel ranks or a smaller train.micro_batch_size"
         if fixed > _HEADROOM * limits.memory_gib:
-            remedy = f"weights, gradients and optimizer alone take {fixed:.3g} GiB on every rank: take a smaller model"
+            remedy = (
+                f"weights, gradients and optimizer alone take {fixed:.3g} GiB on every rank: split them "
+                "(parallel.data_parallel=fsdp, train.engine=megatron or deepspeed, parallel.tensor_parallel_size), "
+                "train adapters (lora.rank), or take a smaller model"
+            )
         elif not situation.recompute:
             remedy = f"set train.recompute=true, or {remedy}"
         found.append(

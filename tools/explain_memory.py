@@ -21,6 +21,7 @@ from dbsp_megatron.plan import PartitionPlan
 from dbsp_megatron.strategy.call import CallShape
 from dbsp_megatron.strategy.layer_memory import layer_bytes
 from tools.explain_layout import Situation, TokenFacts
+from tools.explain_state import state_parts
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,18 +87,15 @@ def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) 
     config, number = situation.config, situation.resolved.num_parameters
     wide = _FP32_BYTES * number
     parts = [
-        MemoryPart(name="weights", num_bytes=wide, exact=True, note=f"{number:,} parameters in fp32"),
-        MemoryPart(name="gradients", num_bytes=wide, exact=True, note="fp32, whole on every rank"),
+        MemoryPart(name=part.name, num_bytes=part.num_bytes, exact=True, note=part.note)
+        for part in state_parts(config, situation.model, situation.resolved.mesh, number)
     ]
-    if config.optim.name == "adamw":
-        parts.append(MemoryPart(name="optimizer", num_bytes=2 * wide, exact=True, note="two moments of AdamW in fp32"))
-    if config.train.ema_decay:
-        parts.append(MemoryPart(name="moving average", num_bytes=wide, exact=True, note="train.ema_decay, fp32"))
     batch, bf16 = config.train.micro_batch_size, config.train.precision == "bf16"
     saved = saved_by_model(situation.model, tokens, batch, bf16=bf16)
     most = max(tokens.tokens)
     copies = ", bf16 copies of weights among them" if bf16 else ""
-    how = f"{most} tokens x {batch} samples, counted on a model without data{copies}"
+    whole = ", neither tensor nor pipeline parallel" if config.parallel.model_size > 1 else ""
+    how = f"{most} tokens x {batch} samples, counted on a model without data{whole}{copies}"
     num_layers = situation.resolved.num_layers
     attention = num_layers * attention_bytes(situation, tokens, plan)
     if situation.recompute:

@@ -190,11 +190,11 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 def _of_run(words: Sequence[str]) -> dict[str, Any]:
     """What attention layers of a training run look like."""
     from dbsp_megatron.config.cli import parse_train
-    from dbsp_megatron.data import PixelPatchEncoder
+    from dbsp_megatron.config.schema import token_grid
 
     config = parse_train(words).config
-    model, data = config.load_model(), config.data
-    grid = PixelPatchEncoder(data.patch_size).grid_for(data.num_frames, data.height, data.width)
+    model = config.load_model()
+    grid = token_grid(model, config.model, config.data)
     return {
         "device": config.train.device,
         "engine": config.sp.engine,

@@ -156,8 +156,9 @@ def _parse(
 
 def _take_dry_run(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--dry-run", action="store_true")
-    first.add_argument("--world-size", type=int)
+    # Also as `expand_aliases` leaves them.
+    first.add_argument("--dry-run", "--dry_run", action="store_true")
+    first.add_argument("--world-size", "--world_size", type=int)
     try:
         found, rest = first.parse_known_args(argv)
     except argparse.ArgumentError as error:

@@ -93,6 +93,8 @@ class LoopConfig:
     """Steps between checkpoints; 0 writes one at the end only."""
     keep_last: int = 2
     """Checkpoints to keep."""
+    async_checkpoint: bool = False
+    """Copy the state to host memory and write it while training goes on; each rank copies what it writes."""
     log_every: int = 1
     """Steps between logged metrics."""
     eval_every: int = 0

@@ -134,6 +134,7 @@ def save_checkpoint(
             dcp.save(
                 whole,
                 storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
+                process_group=world.group,
                 no_dist=world.size == 1,
             )
         except dcp.CheckpointException as error:

@@ -15,12 +15,21 @@ from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.observability import get_logger
 from dbsp_megatron.train.distributed import World
 
-_FREE_SECTIONS = ("sp", "run", "wandb")
+_FREE_SECTIONS = ("sp", "parallel", "run", "wandb")
 """Settings that do not change what is trained."""
 _FREE_KEYS = frozenset(
     f"train.{key}"
     for key in ("steps", "micro_batch_size", "precision", "device", "recompute", "checkpoint_every", "keep_last")
-) | {"train.log_every", "train.eval_every", "train.check", "train.timeout_s", "data.cache_bytes", "data.probe"}
+) | {
+    "train.engine",
+    "train.async_checkpoint",
+    "train.log_every",
+    "train.eval_every",
+    "train.check",
+    "train.timeout_s",
+    "data.cache_bytes",
+    "data.probe",
+}
 _FIXED_KEYS = frozenset(
     f"data.{key}"
     for key in ("height", "width", "num_frames", "frame_stride", "clip_stride", "max_clips_per_file", "patch_size")

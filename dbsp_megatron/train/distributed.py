@@ -21,6 +21,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: dist.ProcessGroup | None = None
+    """All ranks, for those that must not meet others of the default group; None for the default group."""
 
     @property
     def is_main(self) -> bool:
@@ -30,7 +32,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a CPU tensor over all ranks; in place."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, value: Any) -> list[Any]:
@@ -38,7 +40,7 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast(self, value: Any) -> Any:
@@ -46,7 +48,7 @@ class World:
         if self.size == 1:
             return value
         box = [value if self.is_main else None]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:

@@ -27,8 +27,8 @@ from dbsp_megatron.train.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     open_checkpoint,
-    save_checkpoint,
 )
+from dbsp_megatron.train.checkpoint_writer import CheckpointWriter
 from dbsp_megatron.train.continuation import check_continuation, run_lock
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines import StepWork, build_engine
@@ -94,6 +94,9 @@ class Trainer:
         encoder = PixelPatchEncoder(config.data.patch_size, dataset.channels)
         self.loader = ClipLoader(dataset, encoder, ContextSource(self.model_config, loop.context))
         self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
+        self._writer = CheckpointWriter(
+            world, self.mesh.stage_group, keep_last=loop.keep_last, background=loop.async_checkpoint
+        )
         self.steps_done = 0
         self._last_saved = -1
         if checkpoint is not None:
@@ -115,7 +118,8 @@ class Trainer:
             return self._run(stop)
 
     def close(self) -> None:
-        """Release the engine's process groups; the trainer is not used afterwards."""
+        """Finish writing and release the engine's process groups; the trainer is not used afterwards."""
+        self._writer.wait()
         self.engine.close()
 
     def _run(self, stop: StopRequest) -> int:
@@ -140,6 +144,7 @@ class Trainer:
             StepProfiler(
                 folder.path, config.run.profile, config.run.profile_steps, world.rank, world.device
             ) as profiler,
+            self._writer,
         ):
             while self.steps_done < config.train.steps:
                 with profiler.step(self.steps_done + 1):
@@ -278,7 +283,7 @@ class Trainer:
         return total / count
 
     def save(self) -> None:
-        """Write a checkpoint of the present step, unless it exists; collective."""
+        """Write a checkpoint of the present step, unless it exists; collective. See `train.async_checkpoint`."""
         if self._last_saved == self.steps_done:
             return
         state = {
@@ -288,15 +293,7 @@ class Trainer:
             "world_size": self.world.size,
             "has_ema": self.engine.ema is not None,
         }
-        save_checkpoint(
-            self.checkpoints,
-            self.steps_done,
-            self.engine.state(),
-            state,
-            self.world,
-            keep_last=self.config.train.keep_last,
-            group=self.mesh.stage_group,
-        )
+        self._writer.save(self.checkpoints, self.steps_done, self.engine.state(), state)
         self._last_saved = self.steps_done
 
     def _load_from(self, checkpoint: Checkpoint, tensors: dict[str, StateTensor]) -> None:

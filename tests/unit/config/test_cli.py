@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dbsp_megatron.config.cli import INFER_ALIASES, TRAIN_ALIASES, expand_aliases, parse_infer, parse_train
+from dbsp_megatron.config.cli import (
+    INFER_ALIASES,
+    TRAIN_ALIASES,
+    expand_aliases,
+    parse_infer,
+    parse_train,
+    without_section,
+)
 from dbsp_megatron.observability.run_folder import RunFolder
 
 
@@ -112,3 +119,11 @@ def test_parse_infer_takes_defaults_of_the_run() -> None:
     assert (config.sp.block_size, config.mask.top_p) == (16, 0.9)
     with pytest.raises(ValueError, match="checkpoint must name"):
         parse_infer([])
+
+
+def test_a_dry_run_is_still_one_without_a_section() -> None:
+    """`dbsp-infer --dry-run` parses its words twice, the first time without those of the mask."""
+    words = ["--checkpoint", "runs/a", "--dry-run", "--world-size", "4", "--mask.method", "radial", "--seed", "3"]
+    command = parse_infer(without_section(words, "mask"))
+    assert (command.dry_run, command.world_size) == (True, 4)
+    assert command.config.sample.seed == 3
