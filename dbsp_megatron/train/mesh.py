@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -119,6 +120,13 @@ def megatron_mesh(world: World, mesh: ResolvedMesh, parallel: ParallelConfig) ->
             "train.engine=megatron needs torch.distributed, also on one process; start with "
             "torchrun --nproc_per_node 1, or use train.engine=native"
         )
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"train.engine=megatron needs a CUDA device for each rank, got none ({error}); use train.engine=native or "
+            "deepspeed on a CPU"
+        ) from error
     check_world_size(world.size, mesh.sp_size, parallel)
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     _initialize_megatron(mesh, tp_size, pp_size)
