@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dbsp_megatron.compat import import_deepspeed
 from dbsp_megatron.config import TrainConfig
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.train.trainer import Trainer
 from tests.integration.training import MODEL, make_config, make_trainer, whole_state, with_run
 from tests.megatron_on_cpu import megatron_on_cpu
+
+DEEPSPEED_ENV = {"DS_ACCELERATOR": "cpu"}
+"""Variables of the processes that DeepSpeed runs in."""
+
+if os.environ.get("DS_ACCELERATOR") and find_spec("deepspeed") is not None:
+    # Ranks import it before they form a group: on a busy machine it takes longer than they wait for one another.
+    import_deepspeed(torch.device("cpu"))
 
 # Four query heads and two of keys, so that two tensor-parallel ranks share them; layers for two pipeline stages.
 SPLIT_MODEL = MODEL.replace("num_heads: 3", "num_heads: 4\nnum_kv_heads: 2")

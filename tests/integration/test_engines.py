@@ -15,7 +15,16 @@ import torch
 from dbsp_megatron.train import trainer as trainer_module
 from dbsp_megatron.train.mesh import build_mesh
 from tests.harness import run_ranks
-from tests.integration.engine_runs import Case, Run, differences, merged, run_steps, spread_weights, train_case
+from tests.integration.engine_runs import (
+    DEEPSPEED_ENV,
+    Case,
+    Run,
+    differences,
+    merged,
+    run_steps,
+    spread_weights,
+    train_case,
+)
 from tests.integration.training import make_trainer
 from tests.megatron_on_cpu import megatron_on_cpu
 
@@ -95,7 +104,7 @@ def test_training_does_not_depend_on_engine_or_layout(root: Path, reference: Run
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
 def test_deepspeed_trains_alike_at_every_stage(root: Path, reference: Run) -> None:
     """Traps B55, B123: the scale of gradients at ZeRO 0 to 3, through our mpu, beside TP and with accumulation."""
-    settings = {"env": {"DS_ACCELERATOR": "cpu"}, "timeout_s": 300}
+    settings = {"env": DEEPSPEED_ENV, "timeout_s": 300}
     ranks = run_ranks(_train_all, 4, root, DEEPSPEED_CASES, {"ema_decay": 0.8}, **settings)  # type: ignore[arg-type]
     for index, case in enumerate(DEEPSPEED_CASES):
         found = differences(merged([runs[index] for runs in ranks]), reference)
@@ -194,7 +203,7 @@ def test_a_deepspeed_run_goes_on_at_another_stage_and_layout(tmp_path: Path, sta
     second = Case(engine="deepspeed", ring=2, parallel={"zero_stage": stages[1]} | TP2)
     spread_weights(tmp_path)
     alone = train_case(tmp_path, Case(strategy="none"), 5, ema_decay=0.8)
-    env = {"DS_ACCELERATOR": "cpu"}
+    env = DEEPSPEED_ENV
     for mine in run_ranks(_save_and_resume, 4, tmp_path, first, second, timeout_s=200, env=env):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(alone.losses[2:]), rtol=1e-4, atol=0)
 

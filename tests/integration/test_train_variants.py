@@ -16,7 +16,7 @@ from dbsp_megatron.infer.pipeline import SamplingPipeline
 from dbsp_megatron.models.dit.lora import is_adapter
 from dbsp_megatron.train.trainer import Trainer
 from tests.harness import run_ranks
-from tests.integration.engine_runs import Case, Run, differences, merged, spread_weights, train_case
+from tests.integration.engine_runs import DEEPSPEED_ENV, Case, Run, differences, merged, spread_weights, train_case
 from tests.integration.test_infer_sampling import sampling_config
 from tests.integration.training import MemoryClips, make_trainer, this_world, whole_state
 
@@ -64,7 +64,7 @@ def test_adapters_train_alike_everywhere_and_leave_the_base_alone(root: Path) ->
 def test_adapters_under_deepspeed(root: Path) -> None:
     cases = [Case(engine="deepspeed", ulysses=2, parallel={"zero_stage": stage}, lora=LORA) for stage in (0, 2, 3)]
     reference = train_case(root, Case(strategy="none", lora=LORA), 3, ema_decay=0.8)
-    env = {"DS_ACCELERATOR": "cpu"}
+    env = DEEPSPEED_ENV
     ranks = run_ranks(_train_all, 4, root, cases, {"ema_decay": 0.8}, timeout_s=200, env=env)
     for index, case in enumerate(cases):
         found = differences(merged([runs[index] for runs in ranks]), reference)
