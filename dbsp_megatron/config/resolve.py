@@ -9,6 +9,7 @@ import torch
 
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.parallel_state import factorisations
 from dbsp_megatron.strategy import SequenceParallelConfig, get_strategy
 
@@ -177,8 +178,16 @@ def with_degrees(sp: SequenceParallelConfig, mesh: ResolvedMesh) -> SequencePara
     return replace(sp, ulysses_degree=mesh.ulysses_degree, ring_degree=mesh.ring_degree)
 
 
-def count_parameters(model: DiTConfig) -> int:
-    """Number of weights of a model, found without allocating them."""
+def count_parameters(model: DiTConfig, lora: LoraConfig | None = None) -> int:
+    """Number of weights of a model without adapters, found without allocating them.
+
+    Args:
+        model: the model.
+        lora: adapters, which are checked against it.
+
+    Raises:
+        ValueError: the model has no such layers.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from dbsp_megatron.models.dit import VideoDiT  # imports megatron-core, which reading a configuration need not
@@ -186,4 +195,10 @@ def count_parameters(model: DiTConfig) -> int:
     # Groups are given, so that a program's own parallel_state does not split what is counted.
     alone = ProcessGroupCollection(tp=None, cp=None, pp=None)
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in VideoDiT(model, pg_collection=alone).parameters())
+        module = VideoDiT(model, pg_collection=alone)
+        count = sum(parameter.numel() for parameter in module.parameters())
+        if lora is not None and lora.rank:
+            from dbsp_megatron.models.dit.lora_layers import add_lora
+
+            add_lora(module, lora)
+    return count

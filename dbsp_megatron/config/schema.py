@@ -79,6 +79,11 @@ class TrainConfig:
         grid = token_grid(model, self.model, self.data)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads, self.parallel)
         check_split(model, self.model, self.parallel)
+        if self.parallel.data_parallel == "fsdp" and mesh.dp_size * mesh.sp_size == 1:
+            raise ValueError(
+                "parallel.data_parallel=fsdp splits weights over data and sequence ranks, of which it needs at least "
+                f"two, got 1 of {world_size} processes; use parallel.data_parallel=ddp, or start more processes"
+            )
         unit = mesh.dp_size * self.train.micro_batch_size
         if self.train.global_batch_size % unit:
             raise ValueError(
@@ -90,7 +95,7 @@ class TrainConfig:
             mesh=mesh,
             strategy=self.sp.strategy,
             model=self.model,
-            num_parameters=count_parameters(model),
+            num_parameters=count_parameters(model, self.lora),
             num_heads=model.num_heads,
             num_layers=model.num_attention_layers,
             grid=grid,
@@ -198,7 +203,11 @@ def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
             f"parallel.sequence_parallel=true does not go with model={name}, which has "
             f"{'a coarse branch' if model.coarse_branch else 'text: dual_stream'}; set it to false"
         )
-    for what, value in (("num_kv_heads", model.kv_heads), ("ffn_hidden_size", model.ffn_channels)):
+    for what, value in (
+        ("num_kv_heads", model.kv_heads),
+        ("ffn_hidden_size", model.ffn_channels),
+        ("hidden_size", model.hidden_size),
+    ):
         if value % tp:
             raise ValueError(
                 f"parallel.tensor_parallel_size={tp} must divide {what}={value} of model={name}; use a smaller size"

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from dbsp_megatron.compat import quiet_megatron
 from dbsp_megatron.config.cli import parse_train
+from dbsp_megatron.config.resolve import ResolvedRun
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.train.distributed import World, env_world_size
 from dbsp_megatron.train.launch import exit_with_line, launch, launched_rank
@@ -36,8 +37,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _prepare(words: Sequence[str]) -> TrainConfig:
     config = parse_train(words).config
-    config.validate(env_world_size())
+    _check_engine(config, config.validate(env_world_size()))
     return config
+
+
+def _check_engine(config: TrainConfig, resolved: ResolvedRun) -> None:
+    """Refuse a DeepSpeed file that contradicts the run, before anything is started."""
+    if config.train.engine == "deepspeed":
+        from dbsp_megatron.train.engines.deepspeed_config import build_deepspeed_config
+
+        mesh = resolved.mesh
+        data_size = mesh.dp_size * mesh.sp_size
+        build_deepspeed_config(config.train, config.parallel, dp_size=mesh.dp_size, data_size=data_size)
 
 
 def _dry_run(words: Sequence[str]) -> NoReturn:
@@ -47,6 +58,7 @@ def _dry_run(words: Sequence[str]) -> NoReturn:
     try:
         command = parse_train(words)
         resolved = command.config.validate(command.world_size or env_world_size())
+        _check_engine(command.config, resolved)
         # A missing file is a mistake of the configuration too; files of latents were looked at for their size.
         for entry in () if command.config.data.latents else command.config.data.paths:
             expand_entry(entry)

@@ -124,7 +124,8 @@ def save_checkpoint(
     name = f"step_{step:08d}"
     final, partial = folder / name, folder / f".partial-{name}"
     if world.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in folder.glob(".partial-step_*"):  # of processes that died while they wrote
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
     world.barrier()
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ _FREE_KEYS = frozenset(
 _FIXED_KEYS = frozenset(
     f"data.{key}"
     for key in ("height", "width", "num_frames", "frame_stride", "clip_stride", "max_clips_per_file", "patch_size")
-) | {"train.seed"}
+) | {"train.seed", "optim.name", "lora.rank", "lora.targets", "lora.modules_to_save"}
 """A change of these makes another data set or another noise of the same steps."""
 
 logger = get_logger(__name__)
@@ -94,6 +94,9 @@ def check_continuation(state: Mapping[str, Any], config: TrainConfig, model: DiT
     if config.train.seed == -1 and "train.seed" in changed:
         changed.remove("train.seed")
     fixed = [key for key in changed if key in _FIXED_KEYS]
+    # A checkpoint has an average or has none.
+    if "train.ema_decay" in changed and not (saved["train.ema_decay"] and asked["train.ema_decay"]):
+        fixed.append("train.ema_decay")
     neutral = {"recompute", "init_seed"}
     ours, theirs = _flat({"model": dataclasses.asdict(model)}), _flat({"model": state["model"]})
     fixed += [

@@ -85,17 +85,7 @@ def build_mesh(world: World, sp_size: int, parallel: ParallelConfig | None = Non
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     dp_size = world.size // (tp_size * sp_size * pp_size)
 
-    def rank_at(tp: int, sp: int, dp: int, pp: int) -> int:
-        return ((pp * dp_size + dp) * sp_size + sp) * tp_size + tp
-
-    tps, sps, dps, pps = range(tp_size), range(sp_size), range(dp_size), range(pp_size)
-    lists = {
-        "tp": [[rank_at(t, s, d, p) for t in tps] for p in pps for d in dps for s in sps],
-        "sp": [[rank_at(t, s, d, p) for s in sps] for p in pps for d in dps for t in tps],
-        "pp": [[rank_at(t, s, d, p) for p in pps] for d in dps for s in sps for t in tps],
-        "data": [[rank_at(t, s, d, p) for d in dps for s in sps] for p in pps for t in tps],
-        "stage": [[rank_at(t, s, d, p) for d in dps for s in sps for t in tps] for p in pps],
-    }
+    lists = _rank_lists(tp_size, sp_size, dp_size, pp_size)
     groups = {name: _own_group(world, parts, always=name == "sp") for name, parts in lists.items()}
     return Mesh(
         **_place(world.rank, tp_size, sp_size, dp_size, pp_size),
@@ -132,6 +122,10 @@ def megatron_mesh(world: World, mesh: ResolvedMesh, parallel: ParallelConfig) ->
     _initialize_megatron(mesh, tp_size, pp_size)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     dp_size = world.size // (tp_size * mesh.sp_size * pp_size)
+    problem = _wrong_order(world.rank, groups, _rank_lists(tp_size, mesh.sp_size, dp_size, pp_size))
+    found = [text for text in world.gather(problem) if text]
+    if found:
+        raise ValueError(found[0])
     return Mesh(
         **_place(world.rank, tp_size, mesh.sp_size, dp_size, pp_size),
         tp_group=groups.tp,
@@ -167,6 +161,46 @@ def _initialize_megatron(mesh: ResolvedMesh, tp_size: int, pp_size: int) -> None
                 f"megatron.core.parallel_state is initialised with {name}={found}, this run needs {wanted}; let the "
                 "trainer initialise it, or give it the same sizes"
             )
+
+
+def _rank_lists(tp_size: int, sp_size: int, dp_size: int, pp_size: int) -> dict[str, list[list[int]]]:
+    """World ranks of all groups of each kind."""
+
+    def rank_at(tp: int, sp: int, dp: int, pp: int) -> int:
+        return ((pp * dp_size + dp) * sp_size + sp) * tp_size + tp
+
+    tps, sps, dps, pps = range(tp_size), range(sp_size), range(dp_size), range(pp_size)
+    return {
+        "tp": [[rank_at(t, s, d, p) for t in tps] for p in pps for d in dps for s in sps],
+        "sp": [[rank_at(t, s, d, p) for s in sps] for p in pps for d in dps for t in tps],
+        "pp": [[rank_at(t, s, d, p) for p in pps] for d in dps for s in sps for t in tps],
+        "data": [[rank_at(t, s, d, p) for d in dps for s in sps] for p in pps for t in tps],
+        "stage": [[rank_at(t, s, d, p) for d in dps for s in sps for t in tps] for p in pps],
+    }
+
+
+def _wrong_order(rank: int, groups: ProcessGroupCollection, lists: dict[str, list[list[int]]]) -> str:
+    """Why Megatron's groups do not hold the ranks that this module counts with; empty if they do."""
+    for name, group in (
+        ("tp", groups.tp),
+        ("sp", groups.cp),
+        ("pp", groups.pp),
+        ("data", groups.dp_cp),
+        ("stage", groups.tp_dp_cp),
+    ):
+        expected = next(ranks for ranks in lists[name] if rank in ranks)
+        found = dist.get_process_group_ranks(group)
+        if found != expected:
+            return (
+                f"megatron.core.parallel_state is initialised with other groups ({name} of rank {rank}: {found}, this "
+                f"run needs {expected}); initialise it with order='tp-cp-ep-dp-pp', or let the trainer do it"
+            )
+    if groups.intra_dp_cp.size() != groups.dp_cp.size():
+        return (
+            "megatron.core.parallel_state is initialised with several distributed-optimizer instances, this run needs "
+            "num_distributed_optimizer_instances=1"
+        )
+    return ""
 
 
 def _place(rank: int, tp_size: int, sp_size: int, dp_size: int, pp_size: int) -> dict[str, int]:

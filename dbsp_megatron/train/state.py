@@ -167,6 +167,49 @@ class ByFunction:
         self.write(whole)
 
 
+@dataclass(frozen=True)
+class FromOwner:
+    """A tensor that one rank of a group has.
+
+    Attributes:
+        tensor: it, on its owner.
+        owner: rank in the group.
+        part_shape: its shape.
+        group: ranks that ask for it; None for one rank.
+        device: where ranks exchange tensors.
+        and_then: called, on every rank, with what overwrites it.
+    """
+
+    tensor: Tensor | None
+    owner: int
+    part_shape: torch.Size
+    group: dist.ProcessGroup | None
+    device: torch.device
+    and_then: Callable[[Tensor], None] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.part_shape
+
+    def gather(self) -> Tensor:
+        """The tensor, on every rank."""
+        if self.tensor is None:
+            whole = torch.empty(self.part_shape, device=self.device)
+        else:
+            whole = self.tensor.to(self.device, copy=True)
+        if self.group is not None:
+            dist.broadcast(whole, group=self.group, group_src=self.owner)
+        return whole
+
+    def scatter(self, whole: Tensor) -> None:
+        """Overwrite it where it is."""
+        if self.tensor is not None:
+            self.tensor.copy_(whole)
+        if self.and_then is not None:
+            self.and_then(whole)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

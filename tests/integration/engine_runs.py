@@ -16,6 +16,7 @@ from torch import Tensor
 from dbsp_megatron.compat import import_deepspeed
 from dbsp_megatron.config import TrainConfig
 from dbsp_megatron.config.parallel import ParallelConfig
+from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.train.trainer import Trainer
 from tests.integration.training import MODEL, make_config, make_trainer, whole_state, with_run
@@ -43,6 +44,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     loop: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    mask: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         split = {key.removesuffix("_parallel_size"): value for key, value in self.parallel.items()}
@@ -59,6 +61,8 @@ class Case:
             **({"global_batch_size": 4, "engine": self.engine} | self.loop | loop),
         )
         config = with_run(config, init_from=str(root / "start"))
+        if self.mask:
+            config = dataclasses.replace(config, mask=MaskConfig(**self.mask))
         return dataclasses.replace(config, parallel=ParallelConfig(**self.parallel), lora=LoraConfig(**self.lora))
 
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
+from dbsp_megatron.compat import group_rank, group_size
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, AffineNorm, add_gated
@@ -43,13 +44,21 @@ def _build_mlp(
     return build_module(spec, config=config, ffn_hidden_size=dit.ffn_channels, tp_group=pg_collection.tp)
 
 
+def number_in_model(config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> int:
+    """Number of a layer among all layers, from 1, where Megatron's block counts those of a pipeline stage.
+
+    Plans, masks and schedules are kept by layer, so a layer's number must not depend on the number of stages.
+    """
+    return layer_number + group_rank(pg_collection.pp) * (config.num_layers // group_size(pg_collection.pp))
+
+
 class DiTLayer(MegatronModule, BaseTransformerLayer):
     """Self-attention, optional cross-attention, feed-forward; the first and the last are modulated and gated.
 
     Args:
         config: Megatron's config.
         submodules: Specs of the parts.
-        layer_number: From 1.
+        layer_number: From 1, in this pipeline stage.
         dit: The model description.
         num_streams: 2 if text tokens in the sequence have a modulation of their own.
         pg_collection: Process groups.
@@ -68,6 +77,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         vp_stage: int | None = None,
     ) -> None:
         MegatronModule.__init__(self, config=config)
+        layer_number = number_in_model(config, layer_number, pg_collection)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.attention_norm = AdaLayerNormZero(
@@ -117,7 +127,7 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
     Args:
         config: Megatron's config.
         submodules: Specs of the parts; only `self_attention` and `mlp` are used.
-        layer_number: From 1.
+        layer_number: From 1, in this pipeline stage.
         dit: The model description.
         pg_collection: Process groups.
         vp_stage: Megatron's virtual pipeline stage; not used.
@@ -136,6 +146,7 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
         vp_stage: int | None = None,
     ) -> None:
         MegatronModule.__init__(self, config=config)
+        layer_number = number_in_model(config, layer_number, pg_collection)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.norm = AdaLayerNormZero(config, dit=dit, sublayer=0, num_streams=1, tp_group=pg_collection.tp)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -142,11 +143,13 @@ def add_lora(model: VideoDiT, config: LoraConfig, *, seed: int | None = None) ->
     if lora_layers(model):
         raise ValueError("the model must have no adapters yet, got one with adapters; build a new model")
     found = _targets(model, config.targets)
+    known = [name for name, _ in _whole_model(model).named_parameters()]
     for name in config.modules_to_save:
-        if name != COARSE_BRANCH and not any(_is_inside(parameter, name) for parameter, _ in model.named_parameters()):
+        if name != COARSE_BRANCH and not any(_is_inside(parameter, name) for parameter in known):
             raise ValueError(f"lora.modules_to_save must name modules of the model, got {name!r}; remove it")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(_is_inside(name, module) for module in config.modules_to_save))
+        whole = model.global_name(name)
+        parameter.requires_grad_(any(_is_inside(whole, module) for module in config.modules_to_save))
     for layer in found:
         _adapt(layer, config)
     adapters = {model.global_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
@@ -200,17 +203,31 @@ def _is_inside(parameter: str, module: str) -> bool:
     return f".{module}." in f".{parameter}"
 
 
-def _targets(model: nn.Module, wanted: list[str]) -> list[ColumnLinear | RowLinear]:
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, (ColumnLinear, RowLinear))}
+def _whole_model(model: VideoDiT) -> VideoDiT:
+    """The model, or one of its description without storage if this is one of several pipeline stages.
+
+    Names are checked against the whole model, so that stages refuse alike.
+    """
+    if group_size(model.pg_collection.pp) == 1:
+        return model
+    with torch.device("meta"):
+        return VideoDiT(model.dit_config, pg_collection=ProcessGroupCollection(tp=None, cp=None, pp=None))
+
+
+def _targets(model: VideoDiT, wanted: list[str]) -> list[ColumnLinear | RowLinear]:
+    def linear_layers(module: nn.Module) -> dict[str, ColumnLinear | RowLinear]:
+        return {name: part for name, part in module.named_modules() if isinstance(part, (ColumnLinear, RowLinear))}
+
+    names = list(linear_layers(_whole_model(model)))
     found = {
-        target: [name for name in layers if f".{name}".endswith(f".{target}")] for target in wanted or DEFAULT_TARGETS
+        target: [name for name in names if f".{name}".endswith(f".{target}")] for target in wanted or DEFAULT_TARGETS
     }
-    missing = [target for target, names in found.items() if not names]
+    missing = [target for target, layers in found.items() if not layers]
     if missing and wanted:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
         raise ValueError(f"lora.targets must name layers of the model ({known}), got {missing[0]!r}")
-    chosen = {name for names in found.values() for name in names}
-    return [layer for name, layer in layers.items() if name in chosen]
+    chosen = {name for layers in found.values() for name in layers}
+    return [layer for name, layer in linear_layers(model).items() if model.global_name(name) in chosen]
 
 
 def _adapt(layer: ColumnLinear | RowLinear, config: LoraConfig) -> None:

@@ -11,13 +11,17 @@ from dbsp_megatron.compat import import_deepspeed
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig
 from dbsp_megatron.deepspeed_mpu import DeepSpeedMpu
+from dbsp_megatron.observability import get_logger
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines.base import BatchT, Engine, ParameterNames, StepWork, sum_of_losses
 from dbsp_megatron.train.engines.deepspeed_config import build_deepspeed_config
 from dbsp_megatron.train.engines.deepspeed_state import DeepSpeedState, OwnedEma
+from dbsp_megatron.train.engines.frozen import FrozenMasters
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import build_optimizer, clip_by_global_norm, learning_rate, set_learning_rate
 from dbsp_megatron.train.state import StateTensor
+
+logger = get_logger(__name__)
 
 
 class DeepSpeedEngine(Engine):
@@ -44,11 +48,12 @@ class DeepSpeedEngine(Engine):
                 "--nproc_per_node 1 or the launcher deepspeed, or use train.engine=native"
             )
         deepspeed = import_deepspeed(world.device)
-        settings = build_deepspeed_config(optim, loop, parallel, mesh)
+        settings = build_deepspeed_config(loop, parallel, dp_size=mesh.dp_size, data_size=mesh.data_size)
         names = ParameterNames.of(module, mesh)
         named = [(names.to_global[name], parameter) for name, parameter in module.named_parameters()]
         self._world, self._mesh = world, mesh
         self._optim, self._num_steps = optim, loop.steps
+        frozen = FrozenMasters(dict(named), mesh, world.device) if loop.precision == "bf16" else None
         deepspeed.init_distributed(dist_init_required=False)
         self._engine: Any = deepspeed.initialize(
             model=module,
@@ -60,7 +65,7 @@ class DeepSpeedEngine(Engine):
         self.module = module
         self.forward = self._engine
         self.meets_in_forward = parallel.zero_stage == 3
-        self._state = DeepSpeedState(self._engine, names, dict(named), world.device)
+        self._state = DeepSpeedState(self._engine, names, dict(named), world.device, frozen)
         self.ema: OwnedEma | None = OwnedEma(self._state, loop.ema_decay, mesh) if loop.ema_decay else None
 
     def forward_backward(self, work: StepWork[BatchT]) -> Tensor:
@@ -84,10 +89,13 @@ class DeepSpeedEngine(Engine):
         if self._state.is_plain:
             # Stage 0 in fp32 clips, but does not say what the norm was.
             norm = clip_by_global_norm(self._state.with_norm_groups(), 0.0, device=self._world.device)
+        skipped = self._engine.skipped_steps
         self._engine.step()
         if norm is None:
             norm = self._engine.get_global_grad_norm()
-        if self.ema is not None:
+        if self._engine.skipped_steps > skipped:
+            logger.warning("DeepSpeed skipped step %d: a gradient is not finite; weights are as before", step + 1)
+        elif self.ema is not None:
             self.ema.update()
         return torch.as_tensor(norm), lr
 

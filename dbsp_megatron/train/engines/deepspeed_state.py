@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dbsp_megatron.train.engines.base import ParameterNames
+from dbsp_megatron.train.engines.frozen import FrozenMasters
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import MOMENTS, NormGroups, allocate_state
-from dbsp_megatron.train.state import ByFunction, StateTensor, gathered
+from dbsp_megatron.train.state import ByFunction, FromOwner, StateTensor, gathered
 
 
 class DeepSpeedState:
@@ -24,11 +23,18 @@ class DeepSpeedState:
         names: names and tensor-parallel splits.
         parameters: by global name.
         device: where whole tensors are put together.
+        frozen: fp32 copies of frozen weights, where the model was cast to bf16.
     """
 
     def __init__(
-        self, engine: Any, names: ParameterNames, parameters: Mapping[str, nn.Parameter], device: torch.device
+        self,
+        engine: Any,
+        names: ParameterNames,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+        frozen: FrozenMasters | None = None,
     ) -> None:
+        self._frozen = frozen
         self._engine, self.names, self.parameters, self.device = engine, names, dict(parameters), device
         self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.is_plain = isinstance(engine.optimizer, torch.optim.Optimizer)
@@ -55,6 +61,9 @@ class DeepSpeedState:
         parameter = self.parameters[name]
         if self.is_plain:
             return self.names.whole(name, parameter.detach())
+        if self._frozen is not None and name in self._frozen:
+            master = self._frozen.tensor(name, lambda value: self._set_model_weight(parameter, value))
+            return self.names.whole(name, master)
         if not parameter.requires_grad:
             return self._by_function(
                 name, lambda: self._model_weight(parameter), lambda value: self._set_model_weight(parameter, value)
@@ -135,30 +144,6 @@ class DeepSpeedState:
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
-@dataclass(frozen=True)
-class _FromOwner:
-    """A tensor that one rank of a group has."""
-
-    tensor: Tensor | None
-    owner: int
-    shape: torch.Size
-    group: dist.ProcessGroup | None
-    device: torch.device
-
-    def gather(self) -> Tensor:
-        """The tensor, on every rank."""
-        whole = torch.empty(self.shape, device=self.device) if self.tensor is None else self.tensor.to(self.device)
-        if self.group is not None:
-            whole = whole.clone()
-            dist.broadcast(whole, group=self.group, group_src=self.owner)
-        return whole
-
-    def scatter(self, whole: Tensor) -> None:
-        """Overwrite it where it is."""
-        if self.tensor is not None:
-            self.tensor.copy_(whole)
-
-
 class OwnedEma:
     """Moving average of the master weights, each kept by one data rank; the formula is that of `Ema`.
 
@@ -210,6 +195,6 @@ class OwnedEma:
         """The averages, as `ema.<name>`."""
         found: dict[str, StateTensor] = {}
         for name, owner in self._owners.items():
-            part = _FromOwner(self.tensors.get(name), owner, self._state.shape(name), self._group, self._state.device)
+            part = FromOwner(self.tensors.get(name), owner, self._state.shape(name), self._group, self._state.device)
             found[f"ema.{name}"] = self._state.names.whole(name, part)
         return found

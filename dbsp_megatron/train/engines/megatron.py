@@ -19,6 +19,7 @@ from dbsp_megatron.config.sections import LoopConfig, OptimConfig
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.ema import Ema
 from dbsp_megatron.train.engines.base import BatchT, Engine, ParameterNames, StepWork, sum_of_losses
+from dbsp_megatron.train.engines.frozen import FrozenMasters
 from dbsp_megatron.train.engines.megatron_state import MegatronState
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import learning_rate
@@ -45,9 +46,13 @@ class MegatronEngine(Engine):
         self.module = module
         self._world, self._mesh = world, mesh
         self._optim, self._num_steps = optim, loop.steps
-        self._weight_decay = optim.weight_decay if optim.name == "adamw" else 0.0
+        self._weight_decay = optim.weight_decay
         bf16 = loop.precision == "bf16"
+        names = ParameterNames.of(module, mesh)
+        frozen: FrozenMasters | None = None
         if bf16:
+            named = {names.to_global[name]: parameter for name, parameter in module.named_parameters()}
+            frozen = FrozenMasters(named, mesh, world.device)
             _halve_matrices(module)
         settings: Any = module.config
         self._config = settings
@@ -57,7 +62,6 @@ class MegatronEngine(Engine):
         # reduction may start under the backward pass.
         overlap = parallel.overlap and mesh.pp_size == 1
         split_optimizer = parallel.distributed_optimizer and optim.name == "adamw"
-        names = ParameterNames.of(module, mesh)
         self._ddp = DistributedDataParallel(
             self._config,
             DistributedDataParallelConfig(
@@ -92,7 +96,13 @@ class MegatronEngine(Engine):
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._config.finalize_model_grads_func = self._finalize
         self._state = MegatronState(
-            self._ddp, self._optimizer, names, mesh, world.device, keeps_moments=optim.name == "adamw"
+            self._ddp,
+            self._optimizer,
+            names,
+            mesh,
+            world.device,
+            keeps_moments=optim.name == "adamw",
+            frozen=frozen,
         )
         self.ema: Ema | None = Ema(self._state.masters().items(), loop.ema_decay) if loop.ema_decay else None
 

@@ -10,6 +10,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor, nn
 
 from dbsp_megatron.train.engines.base import ParameterNames
+from dbsp_megatron.train.engines.frozen import FrozenMasters
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import MOMENTS, allocate_state
 from dbsp_megatron.train.state import ByFunction, FlatRange, StateTensor
@@ -25,6 +26,7 @@ class MegatronState:
         mesh: the groups.
         device: where whole tensors are put together.
         keeps_moments: whether the optimizer is a kind of Adam.
+        frozen: fp32 copies of frozen weights, where the model was cast to bf16.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class MegatronState:
         device: torch.device,
         *,
         keeps_moments: bool,
+        frozen: FrozenMasters | None = None,
     ) -> None:
+        self._frozen_masters = frozen
         self._ddp, self._names, self._mesh, self._device = ddp, names, mesh, device
         self._optimizers: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parameters: dict[str, nn.Parameter] = {
@@ -69,6 +73,8 @@ class MegatronState:
         def write(value: Tensor) -> None:
             parameter.data.copy_(value)
 
+        if self._frozen_masters is not None:
+            return self._names.whole(name, self._frozen_masters.tensor(name, write))
         return self._names.whole(name, ByFunction(parameter.shape, lambda: parameter.detach().float(), write))
 
     def _whole(self, name: str, part: Tensor | None) -> StateTensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from dbsp_megatron.train.engines.base import BatchT, Engine, ParameterNames, Ste
 from dbsp_megatron.train.engines.fsdp import shard_module
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import (
+    MOMENTS,
     NormGroups,
     allocate_state,
     build_optimizer,
@@ -92,6 +94,16 @@ class NativeEngine(Engine):
             losses.append(loss.detach())
         return sum_of_losses(losses, self._world.device)
 
+    @torch.no_grad()
+    def evaluate(self, work: StepWork[BatchT]) -> Tensor:
+        """See `Engine.evaluate`."""
+        total = super().evaluate(work)
+        if self._fsdp:
+            # A forward pass leaves the outermost unit whole, for a backward pass that does not come.
+            sharded: Any = self.module
+            sharded.reshard()
+        return total
+
     def _norm_groups(self, name: str, parameter: nn.Parameter) -> NormGroups:
         groups = [self._mesh.data_group] if self._fsdp else []
         groups += [self._mesh.tp_group] if name in self._names.split_dims else []
@@ -120,7 +132,11 @@ class NativeEngine(Engine):
         tensors = self.weights()
         if self.ema is not None:
             tensors.update({f"ema.{name}": self._whole(name, tensor) for name, tensor in self.ema.tensors.items()})
-        for moment, name, tensor in state_tensors(self._optimizer, self._named()):
+        moments = state_tensors(self._optimizer, self._named())
+        trained = sum(parameter.requires_grad for parameter in self.module.parameters())
+        if moments and len(moments) != len(MOMENTS) * trained:
+            raise RuntimeError(f"the optimizer has {len(moments)} moments of {trained} parameters; not saved")
+        for moment, name, tensor in moments:
             tensors[f"optim.{moment}.{name}"] = self._whole(name, tensor)
         return tensors
 
