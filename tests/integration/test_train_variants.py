@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dbsp_megatron.data import DataConfig
+from dbsp_megatron.data import DataConfig, plan_batches
 from dbsp_megatron.infer.pipeline import SamplingPipeline
 from dbsp_megatron.models.dit.lora import is_adapter
 from dbsp_megatron.train.trainer import Trainer
@@ -124,6 +124,19 @@ def test_clips_of_several_sizes_weigh_by_their_tokens(root: Path) -> None:
         Case(ulysses=2, loop={"micro_batch_size": 2}),
     ]
     for losses in run_ranks(_train_sizes, 4, root, cases, timeout_s=200):
+        for case, mine in zip(cases, losses, strict=True):
+            assert float((torch.tensor(mine) / alone - 1).abs().max()) < 1e-4, case
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
+def test_deepspeed_steps_after_the_last_micro_batch_of_a_mixed_step(root: Path) -> None:
+    """A mixed step is cut into more micro-batches than the accumulation steps that DeepSpeed is told of."""
+    alone = torch.tensor(_losses(root, Case(strategy="none")))
+    loop = {"micro_batch_size": 2}
+    cases = [Case(engine="deepspeed", ulysses=2, parallel={"zero_stage": z}, loop=loop) for z in (0, 1, 2, 3)]
+    plan = plan_batches(_TwoSizes(7, cases[0].config(root).data).sizes, 4, seed=3)
+    assert {len(plan.slice_for(step, 0, 1, 2)) for step in range(4)} == {2, 3}
+    for losses in run_ranks(_train_sizes, 2, root, cases, timeout_s=200, env=DEEPSPEED_ENV):
         for case, mine in zip(cases, losses, strict=True):
             assert float((torch.tensor(mine) / alone - 1).abs().max()) < 1e-4, case
 

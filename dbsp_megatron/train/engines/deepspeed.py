@@ -73,6 +73,8 @@ class DeepSpeedEngine(Engine):
         losses = []
         scale = self._mesh.data_size / work.num_elements
         for index, batch in enumerate(work.batches):
+            # Said, not counted: a step with clips of several sizes may have more micro-batches than the others.
+            self._engine.set_gradient_accumulation_boundary(index == len(work.batches) - 1)
             with work.session(batch):
                 loss = work.loss_sum(batch)
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
