@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dbsp_megatron.data.order import BatchPlan, check_integer, check_rank
+from dbsp_megatron.data.order import BatchPlan, batch_of_epochs, check_integer, check_rank
 
 Ints = NDArray[np.int64]
 
@@ -62,14 +62,7 @@ class BucketPlan:
         Raises:
             ValueError: the step is negative.
         """
-        check_integer("step", step, 0)
-        first = step * self.global_batch_size
-        stop = first + self.global_batch_size
-        ids: list[int] = []
-        for epoch in range(first // self.num_samples, (stop - 1) // self.num_samples + 1):
-            begin = epoch * self.num_samples
-            ids += self._order(epoch)[max(first - begin, 0) : stop - begin].tolist()
-        return ids
+        return batch_of_epochs(step, self.global_batch_size, self.num_samples, self._order)
 
     def slice_for(self, step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[list[int]]:
         """Micro-batches of one data-parallel rank: samples of one size each.

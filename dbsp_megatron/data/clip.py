@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,19 @@ class Clip:
     """File name of the video and first frame, e.g. `bikes.mp4@16`."""
     index: int
     """Position in the dataset."""
+
+
+class ClipError(ValueError):
+    """What a path was to give cannot be had; the message is one line that names it and says why."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        self.path = os.fspath(path)
+        self.reason = " ".join(reason.split())
+        # Both go to the base class so that the error survives pickling between processes.
+        super().__init__(self.path, self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 class ClipSource(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsp_megatron.data.clip import ClipError
 from dbsp_megatron.observability.atomic_file import atomic_path
 
 FORMAT = "dbsp_megatron.latents.1"
@@ -24,17 +25,8 @@ _TENSOR = "latents"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
-class LatentError(ValueError):
+class LatentError(ClipError):
     """A file, folder or pattern gives no usable latents; the message is one line that names it and says why."""
-
-    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        self.path = os.fspath(path)
-        self.reason = " ".join(reason.split())
-        # Both go to the base class so that the error survives pickling between processes.
-        super().__init__(self.path, self.reason)
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,15 +50,12 @@ class BatchPlan:
         Raises:
             ValueError: the step is negative.
         """
-        check_integer("step", step, 0)
-        first = step * self.global_batch_size
-        stop = first + self.global_batch_size
-        ids: list[int] = []
-        for epoch in range(first // self.num_samples, (stop - 1) // self.num_samples + 1):
-            begin = epoch * self.num_samples
-            order = _epoch_order(self.num_samples, self.seed, epoch)
-            ids += order[max(first - begin, 0) : stop - begin].tolist()
-        return ids
+        return batch_of_epochs(
+            step,
+            self.global_batch_size,
+            self.num_samples,
+            lambda epoch: _epoch_order(self.num_samples, self.seed, epoch),
+        )
 
     def slice_for(self, step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[list[int]]:
         """Micro-batches of one data-parallel rank: consecutive pieces of `sample_ids(step)`.
@@ -94,6 +91,30 @@ class BatchPlan:
                 f"{self.global_batch_size}, dp_size={dp_size}, micro_batch_size={micro_batch_size}; "
                 f"set global_batch_size to a multiple of {dp_size * micro_batch_size}"
             )
+
+
+def batch_of_epochs(
+    step: int, global_batch_size: int, num_samples: int, order: Callable[[int], NDArray[np.int64]]
+) -> list[int]:
+    """Sample ids of one global batch, cut out of the endless stream of epochs.
+
+    Args:
+        step: optimizer step, >= 0.
+        global_batch_size: samples of a step.
+        num_samples: samples of an epoch.
+        order: all ids of an epoch, in order.
+
+    Raises:
+        ValueError: the step is negative.
+    """
+    check_integer("step", step, 0)
+    first = step * global_batch_size
+    stop = first + global_batch_size
+    ids: list[int] = []
+    for epoch in range(first // num_samples, (stop - 1) // num_samples + 1):
+        begin = epoch * num_samples
+        ids += order(epoch)[max(first - begin, 0) : stop - begin].tolist()
+    return ids
 
 
 def iter_validation(num_samples: int, dp_rank: int, dp_size: int) -> Iterator[int | None]:

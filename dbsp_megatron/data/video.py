@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbsp_megatron.compat import open_video
+from dbsp_megatron.data.clip import ClipError
 
 try:
     import av
@@ -31,17 +32,8 @@ except ImportError as error:
     raise ImportError("reading video files needs PyAV; install it with `pip install av`") from error
 
 
-class VideoError(ValueError):
+class VideoError(ClipError):
     """A file, folder or pattern gives no usable video; the message is one line that names it and says why."""
-
-    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        self.path = os.fspath(path)
-        self.reason = " ".join(reason.split())
-        # Both go to the base class so that the error survives pickling between processes.
-        super().__init__(self.path, self.reason)
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from dbsp_megatron.train.state import local_part
 
 
-class Ema:
-    """Moving average of named parameters.
+def ramped_decay(decay: float, num_updates: int) -> float:
+    """Decay of update n: at most (1+n)/(10+n), so that the first weights, which are noise, are forgotten quickly."""
+    return min(decay, (1 + num_updates) / (10 + num_updates))
 
-    The decay ramps up as (1+n)/(10+n) so that the first weights, which are noise, are forgotten quickly.
-    """
+
+class Ema:
+    """Moving average of named parameters, with `ramped_decay`."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
         if not 0 <= decay < 1:
@@ -30,7 +32,7 @@ class Ema:
     def update(self) -> None:
         """Move the average towards the present weights."""
         self.num_updates += 1
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        decay = ramped_decay(self.decay, self.num_updates)
         averages = [local_part(average) for average in self.tensors.values()]
         weights = [local_part(self._parameters[name].detach()).float() for name in self.tensors]
         torch._foreach_lerp_(averages, weights, 1 - decay)

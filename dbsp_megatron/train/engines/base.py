@@ -48,6 +48,8 @@ class MovingAverage(Protocol):
 
     tensors: dict[str, Tensor]
     """What this rank keeps of them, by global name."""
+    num_updates: int
+    """How often they have moved, on which the decay depends."""
 
     def restart(self) -> None:
         """Begin anew at the present weights; collective."""
@@ -97,8 +99,15 @@ class Engine(ABC):
         """Everything to save, by name: weights, average and optimizer state."""
 
     @abstractmethod
+    def allocate(self, num_steps_done: int) -> None:
+        """Make the optimizer's state of a run that has done `num_steps_done` steps, with moments to be filled in."""
+
     def prepare_load(self, num_steps_done: int) -> dict[str, StateTensor]:
-        """Like `state`, with optimizer state made for a run that has done `num_steps_done` steps: to load into."""
+        """Like `state`, for a run that has done `num_steps_done` steps: to load into."""
+        self.allocate(num_steps_done)
+        if self.ema is not None:
+            self.ema.num_updates = num_steps_done
+        return self.state()
 
     def loaded(self) -> None:  # noqa: B027 - most engines have nothing to do here
         """Called when `state` or `weights` have been overwritten; collective."""

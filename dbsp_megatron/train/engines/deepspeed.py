@@ -110,12 +110,9 @@ class DeepSpeedEngine(Engine):
         tensors = self.weights() | self._state.moments()
         return tensors if self.ema is None else tensors | self.ema.state()
 
-    def prepare_load(self, num_steps_done: int) -> dict[str, StateTensor]:
-        """See `Engine.prepare_load`."""
+    def allocate(self, num_steps_done: int) -> None:
+        """See `Engine.allocate`."""
         self._state.allocate(num_steps_done)
-        if self.ema is not None:
-            self.ema.num_updates = num_steps_done
-        return self.state()
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and forget its groups."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dbsp_megatron.train.ema import ramped_decay
 from dbsp_megatron.train.engines.base import ParameterNames
 from dbsp_megatron.train.engines.frozen import FrozenMasters
 from dbsp_megatron.train.mesh import Mesh
@@ -176,7 +177,7 @@ class OwnedEma:
     def update(self) -> None:
         """Move the average towards the present weights; collective."""
         self.num_updates += 1
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        decay = ramped_decay(self.decay, self.num_updates)
         for name in self._owners:
             values = self._own_part(name)
             if values is not None:

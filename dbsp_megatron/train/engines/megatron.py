@@ -185,12 +185,9 @@ class MegatronEngine(Engine):
             tensors |= self._state.like_masters("ema", self.ema.tensors)
         return tensors
 
-    def prepare_load(self, num_steps_done: int) -> dict[str, Any]:
-        """See `Engine.prepare_load`."""
+    def allocate(self, num_steps_done: int) -> None:
+        """See `Engine.allocate`."""
         self._state.allocate(num_steps_done)
-        if self.ema is not None:
-            self.ema.num_updates = num_steps_done
-        return self.state()
 
     def loaded(self) -> None:
         """See `Engine.loaded`."""

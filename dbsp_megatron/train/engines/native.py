@@ -144,9 +144,6 @@ class NativeEngine(Engine):
         """See `Engine.weights`."""
         return {f"model.{name}": self._whole(name, parameter.detach()) for name, parameter in self._named().items()}
 
-    def prepare_load(self, num_steps_done: int) -> dict[str, StateTensor]:
-        """See `Engine.prepare_load`."""
+    def allocate(self, num_steps_done: int) -> None:
+        """See `Engine.allocate`."""
         allocate_state(self._optimizer, num_steps_done)
-        if self.ema is not None:
-            self.ema.num_updates = num_steps_done
-        return self.state()
