@@ -24,6 +24,8 @@ import torch
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 KERNELS = REPO_ROOT / "kernels"
+PIPELINE_PACKAGES = ("accelerate", "diffusers", "ftfy", "transformers")
+"""What published pipelines of diffusers need to load and run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,12 +45,16 @@ def _missing(marker: str) -> str | None:
         return f"needs two or more CUDA devices, found {devices}"
     if marker == "diffusers" and importlib.util.find_spec("diffusers") is None:
         return "needs the diffusers extra: pip install 'dbsp-megatron[diffusers]'"
+    if marker == "pipelines":
+        missing = [name for name in PIPELINE_PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"needs {', '.join(missing)}: pip install 'dbsp-megatron[diffusers]'"
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, naming the missing thing."""
-    reasons = {marker: _missing(marker) for marker in ("gpu", "multigpu", "diffusers")}
+    reasons = {marker: _missing(marker) for marker in ("gpu", "multigpu", "diffusers", "pipelines")}
     for item in items:
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker) is not None:
