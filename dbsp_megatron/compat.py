@@ -104,7 +104,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 def diffusers_dtype_argument() -> str:
-    """Argument of `from_pretrained` that says the dtype: renamed in diffusers 0.42, and before ignored under the new name."""
+    """Argument of `from_pretrained` that says the dtype: renamed in diffusers 0.42, before it ignored the new name."""
     return "dtype" if (version_tuple("diffusers") or (0,)) >= (0, 42) else "torch_dtype"
 
 

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pipeline_folders import missing_packages
+
 REPO_ROOT = Path(__file__).resolve().parents[1]
 KERNELS = REPO_ROOT / "kernels"
-PIPELINE_PACKAGES = ("accelerate", "diffusers", "ftfy", "transformers")
-"""What published pipelines of diffusers need to load and run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,9 +46,7 @@ def _missing(marker: str) -> str | None:
     if marker == "diffusers" and importlib.util.find_spec("diffusers") is None:
         return "needs the diffusers extra: pip install 'dbsp-megatron[diffusers]'"
     if marker == "pipelines":
-        missing = [name for name in PIPELINE_PACKAGES if importlib.util.find_spec(name) is None]
-        if missing:
-            return f"needs {', '.join(missing)}: pip install 'dbsp-megatron[diffusers]'"
+        return missing_packages()
     return None
 
 

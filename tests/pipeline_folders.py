@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-WORDS = ("a", "the", "cat", "dog", "bird", "walks", "runs", "sleeps", "on", "in", "grass", "snow", "rain", "red", "blue")
+WORDS = tuple("a the cat dog bird walks runs sleeps on in grass snow rain red blue".split())
 """What the tokenizers know; other words are one unknown token."""
 WIDTH = 16
 """Channels of text encoders."""
+
+
+def missing_packages() -> str | None:
+    """What published pipelines need to load and run, and this machine lacks; None if nothing."""
+    needed = ("accelerate", "diffusers", "ftfy", "peft", "transformers")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    return f"needs {', '.join(missing)}: pip install 'dbsp-megatron[diffusers]'" if missing else None
 
 
 def _tokenizer(bos_tokens: int = 0, max_length: int = 24) -> Any:

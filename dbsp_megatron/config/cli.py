@@ -95,7 +95,8 @@ def parse_infer(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) 
     Raises:
         ValueError: an unknown key, a wrong type or a value that breaks a rule.
     """
-    return _parse("dbsp-infer", "Sample videos from a trained run.", InferConfig, INFER_ALIASES, argv, defaults)
+    description = "Sample videos from a trained run. For pipelines of diffusers: dbsp-infer --pipeline FOLDER --help"
+    return _parse("dbsp-infer", description, InferConfig, INFER_ALIASES, argv, defaults)
 
 
 def parse_pipeline(argv: Sequence[str]) -> Command[PipelineConfig]:

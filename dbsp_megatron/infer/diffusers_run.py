@@ -102,7 +102,11 @@ class PipelineRun:
         settings = self._settings(job)
         if job.seed < 0:
             del settings["seed"]
-        return is_done(stem, media_file(stem, self.folder.is_video), settings)
+        asked = self.config.generate
+        extras = [
+            key for key, wanted in (("compared", asked.compare_dense), ("reuse_rules", asked.reuse_report)) if wanted
+        ]
+        return is_done(stem, media_file(stem, self.folder.is_video), settings, extras)
 
     def _settings(self, job: PromptJob) -> dict[str, Any]:
         """What determines an output: not how many ranks make it, nor where."""
@@ -189,13 +193,12 @@ class PipelineRun:
             if found is not None:
                 raise found
 
-    def _denoise(
-        self, job: PromptJob, mask: MaskMethod | None, words: str
-    ) -> tuple[Tensor | None, BalanceLog]:
+    def _denoise(self, job: PromptJob, mask: MaskMethod | None, words: str) -> tuple[Tensor | None, BalanceLog]:
         """The video [3, T, H, W] in [-1, 1] on the CPU, on the group's first rank only; collective over the group."""
         writes, asked = self.sp.rank == 0, self.config.generate
         replayed = None
-        if asked.reuse_report and mask is not None:
+        # The dense twin of a sparse output is no part of the report.
+        if asked.reuse_report and mask is self.mask:
             replayed = reuse_comparison(self.sp, self.config.sp.plan_counts)
         balance = BalanceLog(self.sp, replayed)
         arguments = {"prompt": job.prompt, **self.folder.call_settings(asked)}

@@ -1,4 +1,4 @@
-"""Files of an output: video or picture, comparison, and a JSON file that is written last and so tells that all is there.
+"""Files of an output: video or picture, comparison, and a JSON file whose presence tells that all is there.
 
 Dims: T frames, H and W pixels.
 """
@@ -6,7 +6,7 @@ Dims: T frames, H and W pixels.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,21 @@ def write_comparison(dense: Tensor, sparse: Tensor, path: Path) -> None:
     contact_sheet(pairs, path, columns=2, captions=captions)
 
 
-def is_done(stem: Path, media: Path, settings: Mapping[str, Any]) -> bool:
+def is_done(stem: Path, media: Path, settings: Mapping[str, Any], extras: Sequence[str] = ()) -> bool:
     """Whether an output is there, whole.
 
     Args:
         stem: its files without their suffixes.
         media: its video or picture.
         settings: what determines it; of other settings in the file nothing is asked.
+        extras: what else its JSON file must hold.
 
     Raises:
         ValueError: it was made with other settings.
     """
     try:
-        found = json.loads(with_suffix(stem, ".json").read_text(encoding="utf-8"))[SETTINGS]
+        written = json.loads(with_suffix(stem, ".json").read_text(encoding="utf-8"))
+        found = dict(written[SETTINGS])
     except (OSError, ValueError, KeyError, TypeError):
         return False
     if not media.is_file():
@@ -96,7 +98,7 @@ def is_done(stem: Path, media: Path, settings: Mapping[str, Any]) -> bool:
         f"{key} was {found.get(key)!r}, is {value!r}" for key, value in wanted.items() if found.get(key) != value
     ]
     if not differing:
-        return True
+        return all(extra in written for extra in extras)
     raise ValueError(
         f"output {media} exists and was made with other settings: {'; '.join(differing)}; name another output folder, "
         "or use --overwrite"

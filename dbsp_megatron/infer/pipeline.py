@@ -100,9 +100,7 @@ class SamplingPipeline:
         x = self.sharded.shard(draw_noise(num_tokens, channels, seed=sample.seed, samples=[index], step=0), grid)
         schedule = timestep_schedule(sample.steps, sample.shift)
         sampler = build_sampler(sample.sampler, schedule)
-        balance = BalanceLog(
-            self.sp, reuse_comparison(self.sp, self._plan_counts) if sample.reuse_report else None
-        )
+        balance = BalanceLog(self.sp, reuse_comparison(self.sp, self._plan_counts) if sample.reuse_report else None)
         with ProgressBar(sample.steps, self.world.is_main, f"sample {index + 1}/{sample.num_samples}") as bar:
             for step in range(sample.steps):
                 x, *held = self.sharded.relaid([x, *sampler.held()], grid)

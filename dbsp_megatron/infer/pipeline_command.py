@@ -65,8 +65,8 @@ def prepare(words: Sequence[str], world_size: int | None = None) -> Prepared:
 def main(words: Sequence[str]) -> NoReturn:
     """Run the pipeline as the command line says.
 
-    Exit codes: 0 done, or stopped by a signal, with the outputs so far; 1 failed; 2 a mistake in the command, the folder
-    or the prompts, with one line that says what.
+    Exit codes: 0 done, or stopped by a signal, with the outputs so far; 1 failed; 2 a mistake in the command, the
+    folder or the prompts, with one line that says what.
     """
     if "--dry-run" in words:
         _dry_run(words)
@@ -93,7 +93,9 @@ def _dry_run(words: Sequence[str]) -> NoReturn:
 def describe(prepared: Prepared) -> str:
     """One `key: value` line per fact, and the files that would be written."""
     asked, folder = prepared.config.generate, prepared.folder
-    size = f"{asked.width} x {asked.height}" + (f", {asked.num_frames} frames, {asked.fps} fps" if folder.is_video else "")
+    size = f"{asked.width} x {asked.height}"
+    if folder.is_video:
+        size += f", {asked.num_frames} frames, {asked.fps} fps"
     suffix = "mp4" if folder.is_video else "png"
     return "\n".join(
         [

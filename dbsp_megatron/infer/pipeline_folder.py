@@ -32,6 +32,8 @@ _OPTIONAL = {
     "max_sequence_length": 0,
 }
 """Settings that not every pipeline has, and the value that asks for nothing."""
+_CASTING_VAES = ("AutoencoderKLHunyuanVideo", "AutoencoderKLWan")
+"""VAEs whose pipelines cast the latents for them."""
 _GIVEN = ("prompt", "image", "height", "width", "num_frames", "generator")
 
 
@@ -112,7 +114,8 @@ class PipelineFolder:
         taken = dict(inspect.signature(self.pipeline_class.__call__).parameters)
         for key, nothing in _OPTIONAL.items():
             if getattr(asked, key) != nothing and key not in taken:
-                raise ValueError(f"generate.{key}={getattr(asked, key)!r} is nothing that {self.class_name} takes; remove it")
+                value = getattr(asked, key)
+                raise ValueError(f"generate.{key}={value!r} is nothing that {self.class_name} takes; remove it")
         if num_negative and "negative_prompt" not in taken:
             raise ValueError(f"{self.class_name} takes no negative_prompt; remove it from the prompts")
         for key, parameter in taken.items():
@@ -126,8 +129,14 @@ class PipelineFolder:
         if image is not None and image.default is image.empty and num_without_image:
             raise ValueError(f"{self.class_name} starts from a picture: give generate.image, or image for every prompt")
         self._check_guidance(asked, taken, num_negative)
+        vae = self.components["vae"][1]
+        if asked.vae_dtype not in ("auto", asked.dtype) and vae not in _CASTING_VAES:
+            raise ValueError(
+                f"generate.vae_dtype={asked.vae_dtype} must be auto or generate.dtype={asked.dtype} for {vae}: "
+                f"{self.class_name} hands it latents as they are; change one of them"
+            )
         default = dict(zip(("num_frames", "height", "width"), self.sizes.default_size, strict=True))
-        filled = {
+        filled: dict[str, Any] = {
             key: getattr(asked, key) or _default(taken, key) or default.get(key, 0)
             for key in ("height", "width", "num_frames", "max_sequence_length")
         }
@@ -135,9 +144,7 @@ class PipelineFolder:
         fps = asked.fps or self.sizes.fps
         return replace(asked, **filled, steps=steps, fps=fps)
 
-    def _check_guidance(
-        self, asked: GenerateConfig, taken: Mapping[str, inspect.Parameter], num_negative: int
-    ) -> None:
+    def _check_guidance(self, asked: GenerateConfig, taken: Mapping[str, inspect.Parameter], num_negative: int) -> None:
         """Refuse what diffusers would silently ignore."""
         learnt = "true_cfg_scale" in taken
         key = "true_cfg_scale" if learnt else "guidance_scale"
@@ -157,7 +164,7 @@ class PipelineFolder:
             )
         if learnt and asked.guidance_scale is not None and self.configs["transformer"].get("guidance_embeds") is False:
             raise ValueError(
-                f"generate.guidance_scale={asked.guidance_scale} has no effect: this transformer has no guidance input; "
+                f"generate.guidance_scale={asked.guidance_scale} has no effect: this transformer takes no guidance; "
                 "use generate.true_cfg_scale and a negative prompt, or leave it out"
             )
         if asked.guidance_scale_2 is not None and "transformer_2" not in self.configs:
@@ -223,7 +230,8 @@ def read_folder(path: str) -> PipelineFolder:
             f"pipeline={path} ({class_name}) has the transformer {kind}, which cannot be parallel; supported are "
             f"{', '.join(SUPPORTED)}"
         )
-    configs = {name: _read_json(folder / name / "config.json") for name in (*_TRANSFORMERS, "vae") if name in components}
+    described = [name for name in (*_TRANSFORMERS, "vae") if name in components]
+    configs = {name: _read_json(folder / name / "config.json") for name in described}
     return PipelineFolder(
         path=folder,
         class_name=class_name,

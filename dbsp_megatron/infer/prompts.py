@@ -68,7 +68,7 @@ def _fields(line: str, place: str) -> dict[str, Any]:
         if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
             raise ValueError(f"{place}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
     if not found.get("prompt"):
-        raise ValueError(f"{place}: prompt must be a text, got none; write for example {{\"prompt\": \"a cat\"}}")
+        raise ValueError(f'{place}: prompt must be a text, got none; write for example {{"prompt": "a cat"}}')
     return dict(found)
 
 

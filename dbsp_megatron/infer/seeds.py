@@ -8,6 +8,8 @@ from dbsp_megatron.train.distributed import World
 
 
 def shared_seed(seed: int, world: World) -> int:
-    """The seed, or, for -1, one that rank 0 draws: ranks that drew their own would denoise different videos and exchange
-    tokens of them."""
+    """The seed, or, for -1, one that rank 0 draws.
+
+    Ranks that drew their own would denoise different videos and exchange tokens of them.
+    """
     return seed if seed >= 0 else int(world.broadcast(random.SystemRandom().randrange(2**31)))

@@ -83,8 +83,9 @@ def rank_stats(records: StepRecords, latest: Latest, nodes: Sequence[int], rank:
 
 
 def layer_workloads(records: StepRecords, latest: Latest) -> list[tuple[int, tuple[object, ...], Workload]]:
-    """Layer, plan key and newest counts of the layers that ran in a step, ascending; all of that step itself where
-    counts do not travel while the device goes on (`plan_counts="current"`).
+    """Layer, plan key and newest counts of the layers that ran in a step, ascending.
+
+    With `plan_counts="current"` all counts are of that step itself.
 
     Args:
         records: the step.

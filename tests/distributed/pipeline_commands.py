@@ -10,12 +10,15 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from dbsp_megatron.infer import diffusers_run
 from dbsp_megatron.infer.__main__ import main
+from dbsp_megatron.infer.balance import BalanceLog
+from dbsp_megatron.infer.outputs import write_media
 
 if multiprocessing.parent_process() is not None:
     # In ranks, which wait for one another once all have imported their test, and for no more than seconds later on.
@@ -71,7 +74,7 @@ def run_commands(rank: int, world_size: int, lists: list[list[str]]) -> list[tup
 
 def run_until(rank: int, world_size: int, words: list[str], number: int) -> tuple[object, str]:
     """A command whose last rank is sent SIGTERM when it has made a number of steps."""
-    observe, seen = diffusers_run.BalanceLog.observe, 0
+    observe, seen = BalanceLog.observe, 0
 
     def counting(self: Any, step: int) -> tuple[float, float]:
         nonlocal seen
@@ -80,28 +83,21 @@ def run_until(rank: int, world_size: int, words: list[str], number: int) -> tupl
             os.kill(os.getpid(), signal.SIGTERM)
         return observe(self, step)
 
-    diffusers_run.BalanceLog.observe = counting  # type: ignore[method-assign]
-    try:
+    with patch.object(BalanceLog, "observe", counting):
         return run_command(rank, world_size, words)
-    finally:
-        diffusers_run.BalanceLog.observe = observe  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _tensors_kept() -> Iterator[None]:
     """Files are rounded to 8 bits and, for videos, compressed."""
-    write = diffusers_run.write_media
 
     def keeping(video: Tensor, path: Path, fps: int) -> str:
-        encoder = write(video, path, fps)
+        encoder = write_media(video, path, fps)
         torch.save(video, path.with_name(path.name + ".pt"))
         return encoder
 
-    diffusers_run.write_media = keeping  # type: ignore[attr-defined]
-    try:
+    with patch.object(diffusers_run, "write_media", keeping):
         yield
-    finally:
-        diffusers_run.write_media = write  # type: ignore[attr-defined]
 
 
 def made(output: Path) -> dict[str, Tensor]:

@@ -1,16 +1,19 @@
-"""`dbsp-infer --pipeline` makes on several ranks what diffusers makes in one process, and goes on where it was stopped."""
+"""`dbsp-infer --pipeline` makes on several ranks what diffusers makes in one process, and goes on where it stopped."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from dbsp_megatron.infer import diffusers_run
 from tests.distributed.pipeline_commands import (
     NEGATIVE,
     PROMPT,
@@ -46,13 +49,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_pipeline(name, root / name.replace(" ", "_")) for name in PIPELINES}
 
 
-def _diffusers(name: str, folder: Path, **changes: Any) -> Tensor:
+def _diffusers(name: str, folder: Path, prepare: Callable[[Any], None] | None = None, **changes: Any) -> Tensor:
     """What diffusers makes by itself, without us, as [3, T, H, W] in [-1, 1]."""
     from diffusers import DiffusionPipeline
     from PIL import Image
 
     pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
+    if prepare is not None:
+        prepare(pipe)
     words = command(name, folder, folder)
     settings: dict[str, Any] = {key: int(words[words.index(f"--{key}") + 1]) for key in ("height", "width")}
     settings["num_inference_steps"] = int(words[words.index("--steps") + 1])
@@ -134,6 +139,36 @@ def test_guidance_scales_equal_diffusers(name: str, folders: dict[str, Path], tm
         assert error < ATOL, f"guidance scale {scale}: off by {error:.3g}"
 
 
+def test_adapter_equals_diffusers_with_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    from diffusers import WanPipeline
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    pipe = WanPipeline.from_pretrained(folders["wan"], local_files_only=True)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    weights = get_peft_model_state_dict(pipe.transformer)
+    generator = torch.Generator().manual_seed(4)
+    weights = {key: torch.randn(x.shape, generator=generator) for key, x in weights.items()}
+    WanPipeline.save_lora_weights(tmp_path, weights)
+    (file,) = tmp_path.glob("*.safetensors")
+
+    def load(loaded: Any) -> None:
+        loaded.load_lora_weights(str(tmp_path), weight_name=file.name, adapter_name="a")
+        loaded.set_adapters("a", 0.5)
+
+    adapter = ("--lora", str(file), "--lora-scale", "0.5", "--vae-tiling")
+    _run(2, [command("wan", folders["wan"], tmp_path / "out", *adapter)])
+    want = _diffusers("wan", folders["wan"], prepare=load)
+    assert max_error(want, _diffusers("wan", folders["wan"])) > 1e-2, "the adapter changes nothing"
+    assert max_error(next(iter(made(tmp_path / "out").values())), want) < ATOL
+    torch.save({}, tmp_path / "a.pt")
+    (tmp_path / "a.pt").rename(tmp_path / "pickle.safetensors")
+    pickled = ("--lora", str(tmp_path / "pickle.safetensors"))
+    code, printed = run_command(0, 1, command("wan", folders["wan"], tmp_path / "no", *pickled))
+    assert code == 2
+    assert "is not a whole safetensors file" in printed
+
+
 def test_comparison_and_report_on_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     """The dense twin is what diffusers makes; layers of both experts, meshes and rules of reuse are in the JSON."""
     mesh = ("--sp.ulysses_degree", "2", "--sp.ring_degree", "1", "--compare-dense", "--reuse-report", "--steps", "6")
@@ -148,7 +183,9 @@ def test_comparison_and_report_on_ranks(folders: dict[str, Path], tmp_path: Path
     assert sum(found["layers"][0]["meshes"].values()) + sum(found["layers"][2]["meshes"].values()) == 6
     assert found["imbalance_before"] >= found["imbalance_after"] >= 1
     compared = found["compared"]
-    assert 0 < compared["ssim"] < 1 and 0 < compared["psnr_db"] < 60 and not compared["identical"]
+    assert 0 < compared["ssim"] < 1
+    assert 0 < compared["psnr_db"] < 60
+    assert not compared["identical"]
     rules = {row["rule"]: row for row in found["reuse_rules"]}
     # 6 steps of one of two experts, of two layers and of one.
     decisions = sum(sum(layer["meshes"].values()) for layer in found["layers"])
@@ -160,7 +197,7 @@ def test_comparison_and_report_on_ranks(folders: dict[str, Path], tmp_path: Path
 
 def test_interrupted_batch_goes_on(folders: dict[str, Path], tmp_path: Path) -> None:
     """SIGTERM on one rank stops all, finished outputs stay, and another number of ranks makes the rest."""
-    lines = [json.dumps({"prompt": f"{color} cat", "name": color, "seed": i}) for i, color in enumerate(("red", "blue"))]
+    lines = [json.dumps({"prompt": f"{name} cat", "name": name, "seed": i}) for i, name in enumerate(("red", "blue"))]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join([*lines, "a dog runs"]) + "\n")
 
@@ -180,7 +217,8 @@ def test_interrupted_batch_goes_on(folders: dict[str, Path], tmp_path: Path) -> 
     _run(3, [words("parts", "--sp-strategy", "usp", "--sp.ulysses_degree", "1", "--sp.ring_degree", "3")])
     assert (tmp_path / "parts" / "red.mp4").stat().st_mtime_ns == first
     whole, parts = made(tmp_path / "whole"), made(tmp_path / "parts")
-    assert whole.keys() == parts.keys() and len(whole) == 3
+    assert whole.keys() == parts.keys()
+    assert len(whole) == 3
     for name, video in whole.items():
         assert max_error(parts[name], video) < ATOL, name
     assert max_error(*list(whole.values())[:2]) > 1e-2, "prompts and seeds change nothing"
@@ -202,7 +240,8 @@ def test_groups_take_turns(folders: dict[str, Path], tmp_path: Path) -> None:
     _run(4, [words])
     seeds = {json.loads(file.read_text())["settings"]["seed"] for file in (tmp_path / "out").glob("*.json")}
     assert len(made(tmp_path / "out")) == 3
-    assert len(seeds) == 1 and seeds != {-1}
+    assert len(seeds) == 1
+    assert seeds != {-1}
     for code, _ in (ended := run_ranks(run_command, 2, words)):
         assert code == 0
     assert "3 of 3 outputs exist already" in ended[0][1]
@@ -220,18 +259,9 @@ def test_a_mistake_on_one_rank_ends_all(folders: dict[str, Path], tmp_path: Path
 
 
 def _unwritable(rank: int, world_size: int, words: list[str]) -> tuple[object, str]:
-    from dbsp_megatron.infer import diffusers_run
-
-    before = diffusers_run.write_comparison
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    diffusers_run.write_comparison = full  # type: ignore[attr-defined]
-    try:
+    full = OSError(28, "No space left on device")
+    with patch.object(diffusers_run, "write_comparison", side_effect=full):
         return run_command(rank, world_size, words)
-    finally:
-        diffusers_run.write_comparison = before  # type: ignore[attr-defined]
 
 
 def test_a_full_disk_ends_all_ranks_and_leaves_no_whole_output(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -72,6 +72,21 @@ def test_videos_depend_on_their_index_seed_and_weights_only(tmp_path: Path) -> N
         assert not torch.equal(other, first), change
 
 
+def test_reuse_report_replays_rules_on_the_steps(tmp_path: Path) -> None:
+    """One decision for each layer and step; videos are the same with and without the report."""
+    _saved_run(tmp_path)
+    plain = SamplingPipeline(sampling_config(tmp_path, num_samples=1, steps=4), this_world())
+    reporting = SamplingPipeline(sampling_config(tmp_path, num_samples=1, steps=4, reuse_report=True), this_world())
+    assert torch.equal(plain.sample(0)[0], reporting.sample(0)[0])
+    reporting.run(tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "sample_0000.json").read_text())
+    rows = {row["rule"]: row for row in settings["reuse_rules"]}
+    assert set(rows) == {"gain", "paper", "never"}
+    assert [layer["meshes"] for layer in settings["layers"]] == [{"U1R1": 4}, {"U1R1": 4}]
+    assert {(row["decisions"], row["hit_rate"]) for row in rows.values()} == {(8, 0.75)}
+    assert (tmp_path / "out" / "sample_0000.reuse.md").read_text().startswith("| rule | decisions |")
+
+
 def test_run_writes_video_picture_and_settings(tmp_path: Path) -> None:
     _saved_run(tmp_path)
     pipeline = SamplingPipeline(sampling_config(tmp_path, num_samples=1, num_frames=3, height=16), this_world())

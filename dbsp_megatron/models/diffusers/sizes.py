@@ -46,7 +46,8 @@ class PipelineSizes:
             if value < 1 or value % unit:
                 lower = value // unit * unit
                 remedy = f"use {lower} or {lower + unit}" if lower > 0 else f"use {unit} or more"
-                raise ValueError(f"generate.{key} must be a multiple of {unit} for this pipeline, got {value}; {remedy}")
+                rule = f"generate.{key} must be a multiple of {unit} for this pipeline"
+                raise ValueError(f"{rule}, got {value}; {remedy}")
         if self.temporal == 0:
             return 1, height // (self.spatial * patch_rows), width // (self.spatial * patch_columns)
         if frames < 1 or (frames - 1) % self.temporal:
