@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-WORDS = tuple("a the cat dog bird walks runs sleeps on in grass snow rain red blue".split())
+WORDS = ("a", "the", "cat", "dog", "bird", "walks", "runs", "sleeps", "on", "in", "grass", "snow", "rain", "red")
 """What the tokenizers know; other words are one unknown token."""
 WIDTH = 16
 """Channels of text encoders."""

@@ -150,6 +150,8 @@ class PipelineRun:
     def _close(self, stopped: bool, total: int) -> None:
         counts = self.world.gather((self._num_made if self.sp.rank == 0 else 0, stopped, self._stop.reason))
         made = sum(count for count, _, _ in counts)
+        if not self.world.is_main:
+            return
         if any(was for _, was, _ in counts):
             reason = next((why for _, _, why in counts if why), "a request")
             logger.warning(

@@ -87,6 +87,29 @@ def test_reuse_report_replays_rules_on_the_steps(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "sample_0000.reuse.md").read_text().startswith("| rule | decisions |")
 
 
+def _reuse(rank: int, world_size: int, root: Path) -> list[tuple[float, float]]:
+    """Share of plans that a run kept, and that of our rule replayed on its counts, by counts of either step."""
+    shares = []
+    for plan_counts in ("previous", "current"):
+        found = []
+        for report in (False, True):
+            config = sampling_config(root, (2, 1), num_samples=1, steps=8, reuse_report=report)
+            config = dataclasses.replace(config, sp=dataclasses.replace(config.sp, plan_counts=plan_counts))
+            found.append(SamplingPipeline(config, this_world()).sample(0)[1].summary())
+        (ours,) = (row for row in found[1]["reuse_rules"] if row["rule"] == "gain")
+        shares.append((found[0]["plan_reuse"], ours["hit_rate"]))
+    return shares
+
+
+def test_replayed_rule_decides_as_the_run_does(tmp_path: Path) -> None:
+    """The report waits for counts that the run does not wait for, and must not tell of another run."""
+    _saved_run(tmp_path)
+    for shares in run_ranks(_reuse, 2, tmp_path, timeout_s=120):
+        for run, replayed in shares:
+            assert 0 < run < 0.9, "some plans are kept, some made anew"
+            assert replayed == pytest.approx(run)
+
+
 def test_run_writes_video_picture_and_settings(tmp_path: Path) -> None:
     _saved_run(tmp_path)
     pipeline = SamplingPipeline(sampling_config(tmp_path, num_samples=1, num_frames=3, height=16), this_world())
