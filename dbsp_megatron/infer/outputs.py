@@ -70,7 +70,7 @@ def write_comparison(dense: Tensor, sparse: Tensor, path: Path) -> None:
     count = dense.shape[1]
     chosen = sorted({round(i * (count - 1) / max(1, _COMPARED_FRAMES - 1)) for i in range(_COMPARED_FRAMES)})
     pairs = torch.stack([x[:, chosen] for x in (dense, sparse)], dim=2).flatten(1, 2)
-    captions = [f"{kind}, frame {frame}" for frame in chosen for kind in ("dense", "sparse")]
+    captions = [f"{kind} {frame}" for frame in chosen for kind in ("dense", "sparse")]
     contact_sheet(pairs, path, columns=2, captions=captions)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -184,6 +185,36 @@ def test_a_yaml_file_may_name_the_pipeline(wan: Path, tmp_path: Path, capsys: py
     assert end.value.code == 0
     for words in ("steps:           7", "mask:            topk", "outputs/a-dog-"):
         assert words in printed
+
+
+_ALONE = """
+import pickle, socket, sys
+import torch
+def refuse(*args, **kwargs):
+    raise SystemExit("asked for the network, or for a pickle")
+socket.create_connection = socket.getaddrinfo = socket.socket.connect = refuse
+torch.load = pickle.load = refuse
+from dbsp_megatron.infer.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+def test_nothing_is_downloaded_or_unpickled(wan: Path, tmp_path: Path) -> None:
+    """In a process whose libraries were not told to stay offline, with a pickle beside the safetensors."""
+    torch.save({}, wan / "transformer" / "diffusion_pytorch_model.bin")
+    sizes = "--height 80 --width 48 --num-frames 9 --max-sequence-length 9 --dtype fp32 --device cpu --steps 2"
+    words = _words(wan, *sizes.split(), "--output", str(tmp_path / "out"))
+    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("*.mp4"))) == 1
 
 
 def test_sigterm_ends_the_command_with_code_0(wan: Path, tmp_path: Path) -> None:
