@@ -103,6 +103,11 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     return deepspeed
 
 
+def diffusers_dtype_argument() -> str:
+    """Argument of `from_pretrained` that says the dtype: renamed in diffusers 0.42, before it ignored the new name."""
+    return "dtype" if (version_tuple("diffusers") or (0,)) >= (0, 42) else "torch_dtype"
+
+
 def process_groups(pg_collection: ProcessGroupCollection | None = None) -> ProcessGroupCollection:
     """The process groups that megatron modules are to be built with.
 

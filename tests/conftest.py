@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pipeline_folders import missing_packages
+
 REPO_ROOT = Path(__file__).resolve().parents[1]
 KERNELS = REPO_ROOT / "kernels"
 
@@ -43,12 +45,14 @@ def _missing(marker: str) -> str | None:
         return f"needs two or more CUDA devices, found {devices}"
     if marker == "diffusers" and importlib.util.find_spec("diffusers") is None:
         return "needs the diffusers extra: pip install 'dbsp-megatron[diffusers]'"
+    if marker == "pipelines":
+        return missing_packages()
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, naming the missing thing."""
-    reasons = {marker: _missing(marker) for marker in ("gpu", "multigpu", "diffusers")}
+    reasons = {marker: _missing(marker) for marker in ("gpu", "multigpu", "diffusers", "pipelines")}
     for item in items:
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dbsp_megatron.config.generate import PipelineConfig
 from dbsp_megatron.config.schema import InferConfig, TrainConfig
 
-__all__ = ["InferConfig", "TrainConfig"]
+__all__ = ["InferConfig", "PipelineConfig", "TrainConfig"]

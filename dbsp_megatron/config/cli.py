@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import jsonargparse
+import yaml
 
+from dbsp_megatron.config.generate import GenerateConfig, PipelineConfig
 from dbsp_megatron.config.schema import InferConfig, TrainConfig
 
-ConfigT = TypeVar("ConfigT", TrainConfig, InferConfig)
+ConfigT = TypeVar("ConfigT", TrainConfig, InferConfig, PipelineConfig)
 
 _SP_ALIASES = {
     "--sp-strategy": "--sp.strategy",
@@ -21,6 +24,7 @@ _SP_ALIASES = {
     "--sp-verify": "--sp.verify_steps",
     "--sp-calibration": "--sp.calibration",
     "--sp-mask": "--mask.method",
+    "--mask": "--mask.method",
 }
 TRAIN_ALIASES = {
     **_SP_ALIASES,
@@ -35,9 +39,23 @@ TRAIN_ALIASES = {
     "--wandb": "--wandb.mode",
     "--skip-bad-data": "--data.skip_bad_data",
 }
-INFER_ALIASES = {**_SP_ALIASES, "--steps": "--sample.steps", "--seed": "--sample.seed"}
+INFER_ALIASES = {
+    **_SP_ALIASES,
+    "--steps": "--sample.steps",
+    "--seed": "--sample.seed",
+    "--reuse-report": "--sample.reuse_report",
+}
+PIPELINE_ALIASES = {
+    **_SP_ALIASES,
+    "--num-inference-steps": "--generate.steps",
+    **{f"--{f.name.replace('_', '-')}": f"--generate.{f.name}" for f in fields(GenerateConfig)},
+}
 _LISTS = ("--data.paths",)
-_SWITCHES = ("--data.skip_bad_data",)
+_SWITCHES = (
+    "--data.skip_bad_data",
+    "--sample.reuse_report",
+    *(f"--generate.{f.name}" for f in fields(GenerateConfig) if f.type == "bool"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +95,45 @@ def parse_infer(argv: Sequence[str], defaults: Mapping[str, Any] | None = None) 
     Raises:
         ValueError: an unknown key, a wrong type or a value that breaks a rule.
     """
-    return _parse("dbsp-infer", "Sample videos from a trained run.", InferConfig, INFER_ALIASES, argv, defaults)
+    description = "Sample videos from a trained run. For pipelines of diffusers: dbsp-infer --pipeline FOLDER --help"
+    return _parse("dbsp-infer", description, InferConfig, INFER_ALIASES, argv, defaults)
+
+
+def parse_pipeline(argv: Sequence[str]) -> Command[PipelineConfig]:
+    """Parse the arguments of `dbsp-infer --pipeline`.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value that breaks a rule.
+    """
+    description = "Run a pipeline of diffusers under sequence parallelism."
+    return _parse("dbsp-infer --pipeline FOLDER", description, PipelineConfig, PIPELINE_ALIASES, argv)
+
+
+def names_pipeline(argv: Sequence[str]) -> bool:
+    """Whether arguments of `dbsp-infer` name a pipeline, by flag or in the YAML file.
+
+    Raises:
+        ValueError: they name a checkpoint as well.
+    """
+    given = {key for key in ("pipeline", "checkpoint") if any(w.partition("=")[0] == f"--{key}" for w in argv)}
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            given |= _keys_of(value if equals else after)
+    if given >= {"pipeline", "checkpoint"}:
+        raise ValueError(
+            "pipeline and checkpoint exclude one another, got both: a pipeline of diffusers or a trained run, name one"
+        )
+    return "pipeline" in given
+
+
+def _keys_of(path: str) -> set[str]:
+    """Top-level keys of a YAML file that have a value; none if it cannot be read, which the parser will tell."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return set()
+    return {str(key) for key, value in loaded.items() if value} if isinstance(loaded, dict) else set()
 
 
 def expand_aliases(argv: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
@@ -93,7 +149,7 @@ def expand_aliases(argv: Sequence[str], aliases: Mapping[str, str]) -> list[str]
             expanded.append(word)
             continue
         name, equals, value = word.partition("=")
-        key = aliases.get(name, "--" + name[2:].replace("-", "_"))
+        key = aliases.get(name) or aliases.get(name.replace("_", "-"), "--" + name[2:].replace("-", "_"))
         if key in _LISTS and name in aliases:
             values = [value] if equals else []
             while words and not words[0].startswith("--"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from dbsp_megatron.config.generate import check_reuse_report
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.resolve import ResolvedRun, count_parameters, resolve_mesh
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, SampleConfig
@@ -124,7 +125,11 @@ class InferConfig:
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
-            raise ValueError("checkpoint must name a run or checkpoint folder; e.g. --checkpoint runs/demo")
+            raise ValueError(
+                "checkpoint must name a run or checkpoint folder; e.g. --checkpoint runs/demo "
+                "(or name a pipeline of diffusers: --pipeline FOLDER)"
+            )
+        check_reuse_report("sample.reuse_report", self.sample.reuse_report, self.sp)
 
     def validate(self, world_size: int, model: DiTConfig, grid: tuple[int, int, int]) -> ResolvedRun:
         """Check against the model of the checkpoint and a number of processes.

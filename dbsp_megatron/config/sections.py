@@ -9,7 +9,8 @@ from typing import Literal
 from dbsp_megatron.config.parallel import EngineName
 
 
-def _require(condition: bool, key: str, rule: str, value: object, remedy: str = "") -> None:
+def require(condition: bool, key: str, rule: str, value: object, remedy: str = "") -> None:
+    """Raise ValueError, with key, rule, value and remedy, unless a condition holds."""
     if not condition:
         raise ValueError(f"{key} must be {rule}, got {value!r}" + (f"; {remedy}" if remedy else ""))
 
@@ -38,13 +39,13 @@ class OptimConfig:
     """End of the cosine, as a fraction of lr."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", "a positive number", self.lr)
-        _require(0 <= self.beta1 < 1, "optim.beta1", "in [0, 1)", self.beta1)
-        _require(0 <= self.beta2 < 1, "optim.beta2", "in [0, 1)", self.beta2)
-        _require(self.eps > 0, "optim.eps", "> 0", self.eps)
-        _require(self.weight_decay >= 0, "optim.weight_decay", ">= 0", self.weight_decay)
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", ">= 0", self.warmup_steps)
-        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
+        require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", "a positive number", self.lr)
+        require(0 <= self.beta1 < 1, "optim.beta1", "in [0, 1)", self.beta1)
+        require(0 <= self.beta2 < 1, "optim.beta2", "in [0, 1)", self.beta2)
+        require(self.eps > 0, "optim.eps", "> 0", self.eps)
+        require(self.weight_decay >= 0, "optim.weight_decay", ">= 0", self.weight_decay)
+        require(self.warmup_steps >= 0, "optim.warmup_steps", ">= 0", self.warmup_steps)
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +112,25 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every"):
-            _require(getattr(self, key) >= 1, f"train.{key}", ">= 1", getattr(self, key))
+            require(getattr(self, key) >= 1, f"train.{key}", ">= 1", getattr(self, key))
         for key in ("checkpoint_every", "eval_every", "eval_samples"):
-            _require(getattr(self, key) >= 0, f"train.{key}", ">= 0", getattr(self, key))
-        _require(self.seed >= -1, "train.seed", ">= 0, or -1 for a random one", self.seed)
-        _require(self.grad_clip >= 0, "train.grad_clip", ">= 0", self.grad_clip, "0 means no clipping")
-        _require(0 <= self.ema_decay < 1, "train.ema_decay", "in [0, 1)", self.ema_decay, "0 keeps no average")
-        _require(self.timestep_shift > 0, "train.timestep_shift", "> 0", self.timestep_shift, "1.0 means no shift")
-        _require(self.timeout_s > 0, "train.timeout_s", "> 0", self.timeout_s)
-        _require(math.isfinite(self.logit_mean), "train.logit_mean", "finite", self.logit_mean)
-        _require(0 < self.logit_std < math.inf, "train.logit_std", "a positive number", self.logit_std)
-        _require(-1 <= self.mode_scale <= 1.75, "train.mode_scale", "in [-1, 1.75]", self.mode_scale, "1.29 is usual")
-        _require(self.min_snr_gamma > 0, "train.min_snr_gamma", "> 0", self.min_snr_gamma, "5 is usual")
-        _require(
+            require(getattr(self, key) >= 0, f"train.{key}", ">= 0", getattr(self, key))
+        require(self.seed >= -1, "train.seed", ">= 0, or -1 for a random one", self.seed)
+        require(self.grad_clip >= 0, "train.grad_clip", ">= 0", self.grad_clip, "0 means no clipping")
+        require(0 <= self.ema_decay < 1, "train.ema_decay", "in [0, 1)", self.ema_decay, "0 keeps no average")
+        require(self.timestep_shift > 0, "train.timestep_shift", "> 0", self.timestep_shift, "1.0 means no shift")
+        require(self.timeout_s > 0, "train.timeout_s", "> 0", self.timeout_s)
+        require(math.isfinite(self.logit_mean), "train.logit_mean", "finite", self.logit_mean)
+        require(0 < self.logit_std < math.inf, "train.logit_std", "a positive number", self.logit_std)
+        require(-1 <= self.mode_scale <= 1.75, "train.mode_scale", "in [-1, 1.75]", self.mode_scale, "1.29 is usual")
+        require(self.min_snr_gamma > 0, "train.min_snr_gamma", "> 0", self.min_snr_gamma, "5 is usual")
+        require(
             self.micro_batch_size <= self.global_batch_size,
             "train.micro_batch_size",
             f"at most train.global_batch_size={self.global_batch_size}",
             self.micro_batch_size,
         )
-        _require(
+        require(
             not self.eval_every or self.eval_samples >= 1,
             "train.eval_samples",
             ">= 1 with train.eval_every",
@@ -167,11 +168,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         plain = bool(self.name) and self.name not in (".", "..") and "/" not in self.name and self.name.isprintable()
-        _require(plain, "run.name", "a folder name without '/'", self.name, "use run.root for the folder above")
-        _require(self.profile >= 0, "run.profile", ">= 0", self.profile, "0 traces nothing")
-        _require(self.profile_steps >= 1, "run.profile_steps", ">= 1", self.profile_steps)
-        _require(bool(self.resume), "run.resume", "auto, never or a path", self.resume)
-        _require(
+        require(plain, "run.name", "a folder name without '/'", self.name, "use run.root for the folder above")
+        require(self.profile >= 0, "run.profile", ">= 0", self.profile, "0 traces nothing")
+        require(self.profile_steps >= 1, "run.profile_steps", ">= 1", self.profile_steps)
+        require(bool(self.resume), "run.resume", "auto, never or a path", self.resume)
+        require(
             not self.init_from or self.resume in ("auto", "never"),
             "run.init_from",
             f"empty with run.resume={self.resume}",
@@ -216,13 +217,15 @@ class SampleConfig:
     """Where to compute."""
     timeout_s: float = 600
     """Seconds after which a waiting collective fails."""
+    reuse_report: bool = False
+    """Replay plan reuse by several rules on the counts of all steps: hit rates, plans made anew, regret."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "num_samples", "fps"):
-            _require(getattr(self, key) >= 1, f"sample.{key}", ">= 1", getattr(self, key))
+            require(getattr(self, key) >= 1, f"sample.{key}", ">= 1", getattr(self, key))
         for key in ("num_frames", "height", "width"):
-            _require(getattr(self, key) >= 0, f"sample.{key}", ">= 0", getattr(self, key), "0 takes the training size")
-        _require(self.seed >= -1, "sample.seed", ">= 0, or -1 for a random one", self.seed)
-        _require(self.shift > 0, "sample.shift", "> 0", self.shift, "1.0 means no shift")
-        _require(math.isfinite(self.guidance_scale), "sample.guidance_scale", "finite", self.guidance_scale)
-        _require(self.timeout_s > 0, "sample.timeout_s", "> 0", self.timeout_s)
+            require(getattr(self, key) >= 0, f"sample.{key}", ">= 0", getattr(self, key), "0 takes the training size")
+        require(self.seed >= -1, "sample.seed", ">= 0, or -1 for a random one", self.seed)
+        require(self.shift > 0, "sample.shift", "> 0", self.shift, "1.0 means no shift")
+        require(math.isfinite(self.guidance_scale), "sample.guidance_scale", "finite", self.guidance_scale)
+        require(self.timeout_s > 0, "sample.timeout_s", "> 0", self.timeout_s)

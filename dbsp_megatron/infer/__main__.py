@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dbsp_megatron.compat import quiet_megatron
-from dbsp_megatron.config.cli import Command, parse_infer, without_section
+from dbsp_megatron.config.cli import Command, names_pipeline, parse_infer, without_section
 from dbsp_megatron.config.schema import InferConfig
+from dbsp_megatron.infer.pipeline_command import main as pipeline_main
 from dbsp_megatron.masks.config import COMMON
 from dbsp_megatron.train.checkpoint import list_checkpoints
 from dbsp_megatron.train.distributed import World, env_world_size
@@ -19,11 +20,16 @@ from dbsp_megatron.train.signals import StopRequest
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Sample as the command line says.
+    """Sample as the command line says, from a trained run or from a pipeline of diffusers.
 
-    Exit codes: 0 done; 1 failed; 2 bad configuration or no checkpoint, with one line that says what.
+    Exit codes of a trained run: 0 done; 1 failed; 2 bad configuration or no checkpoint, with one line that says what.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if names_pipeline(words):
+            pipeline_main(words)
+    except ValueError as error:
+        exit_with_line(error)
     if "--dry-run" in words:
         _dry_run(words)
     launch(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,15 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsp_megatron.config.generate import with_all_counts
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import InferConfig
 from dbsp_megatron.data import PixelPatchEncoder
+from dbsp_megatron.infer.balance import BalanceLog, reuse_comparison
 from dbsp_megatron.infer.cfg import guided_velocity
+from dbsp_megatron.infer.outputs import with_suffix, write_settings
 from dbsp_megatron.infer.sampler import build_sampler, timestep_schedule
+from dbsp_megatron.infer.seeds import shared_seed
 from dbsp_megatron.infer.video_file import write_mp4
 from dbsp_megatron.models.dit import DiTConfig, VideoDiT
 from dbsp_megatron.observability import ProgressBar, get_logger
 from dbsp_megatron.observability.atomic_file import write_text
+from dbsp_megatron.plan import reuse_table
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.batches import load_context
 from dbsp_megatron.train.checkpoint import open_checkpoint
@@ -51,15 +54,13 @@ class SamplingPipeline:
         self.grid = self.encoder.grid_for(*self.video_size)
         resolved = config.validate(world.size, self.model_config, self.grid)
         self.mesh = build_mesh(world, resolved.mesh.sp_size)
-        seed = config.sample.seed
-        if seed < 0:
-            # Ranks that drew their own would denoise different videos and exchange tokens of them.
-            seed = int(world.broadcast(random.SystemRandom().randrange(2**31)))
+        sp = with_degrees(config.sp, resolved.mesh)
         self.config = dataclasses.replace(
             config,
-            sp=with_degrees(config.sp, resolved.mesh),
-            sample=dataclasses.replace(config.sample, seed=seed),
+            sp=with_all_counts(sp) if config.sample.reuse_report else sp,
+            sample=dataclasses.replace(config.sample, seed=shared_seed(config.sample.seed, world)),
         )
+        self._plan_counts = config.sp.plan_counts
         self.context, self.negative = self._contexts()
         self.sp = SequenceParallel(self.config.sp, self.mesh.sp_group)
         module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device).eval()
@@ -78,27 +79,28 @@ class SamplingPipeline:
         for index in range(self.mesh.dp_rank, self.config.sample.num_samples, self.mesh.dp_size):
             started = time.perf_counter()
             video, balance = self.sample(index)
+            summary = balance.summary()
             if self.sp.rank == 0:
-                self._write(output / f"sample_{index:04d}", index, video, balance, time.perf_counter() - started)
+                self._write(output / f"sample_{index:04d}", index, video, summary, time.perf_counter() - started)
         self.world.barrier()
         return 0
 
     @torch.no_grad()
-    def sample(self, index: int) -> tuple[Tensor, dict[str, float]]:
+    def sample(self, index: int) -> tuple[Tensor, BalanceLog]:
         """Denoise one video; collective over its sequence-parallel group.
 
         Args:
             index: which video: its noise is a function of (seed, index).
 
         Returns:
-            The video, fp32 [3, T, H, W] in about [-1, 1] on the CPU, and the mean imbalance before and after planning.
+            The video, fp32 [3, T, H, W] in about [-1, 1] on the CPU, and the balance over its steps.
         """
         sample, grid = self.config.sample, self.grid
         num_tokens, channels = grid[0] * grid[1] * grid[2], self.model_config.patch_dim
         x = self.sharded.shard(draw_noise(num_tokens, channels, seed=sample.seed, samples=[index], step=0), grid)
         schedule = timestep_schedule(sample.steps, sample.shift)
         sampler = build_sampler(sample.sampler, schedule)
-        balance: list[tuple[float, float]] = []
+        balance = BalanceLog(self.sp, reuse_comparison(self.sp, self._plan_counts) if sample.reuse_report else None)
         with ProgressBar(sample.steps, self.world.is_main, f"sample {index + 1}/{sample.num_samples}") as bar:
             for step in range(sample.steps):
                 x, *held = self.sharded.relaid([x, *sampler.held()], grid)
@@ -116,12 +118,9 @@ class SamplingPipeline:
                         mode=sample.guidance_mode,
                     )
                 x = sampler.step(x, velocity, step)
-                stats = self.sp.stats()
-                balance.append((float(stats["sp/imbalance_before"]), float(stats["sp/imbalance_after"])))
-                bar.update(step + 1, None, *balance[-1])
+                bar.update(step + 1, None, *balance.observe(step), {"reuse": balance.plan_reuse})
         video = self.encoder.decode(self.sharded.gather(x, grid).cpu(), grid)[0]
-        before, after = (sum(values) / len(values) for values in zip(*balance, strict=True))
-        return video, {"imbalance_before": before, "imbalance_after": after}
+        return video, balance
 
     def _predict(self, x: Tensor, timesteps: Tensor, context: Tensor | None) -> Tensor:
         return self.sharded.velocity(x, timesteps, self.grid, context).float()
@@ -136,7 +135,7 @@ class SamplingPipeline:
         negative = given.get("negative", empty)[None].to(self.world.device)
         return positive, negative
 
-    def _write(self, stem: Path, index: int, video: Tensor, balance: Mapping[str, float], seconds: float) -> None:
+    def _write(self, stem: Path, index: int, video: Tensor, balance: Mapping[str, Any], seconds: float) -> None:
         from dbsp_megatron.observability.plots import contact_sheet
 
         encoder = write_mp4(video, stem.with_suffix(".mp4"), self.config.sample.fps)
@@ -153,7 +152,9 @@ class SamplingPipeline:
             **balance,
             "config": dataclasses.asdict(self.config),
         }
-        write_text(stem.with_suffix(".json"), json.dumps(settings, indent=2) + "\n")
+        if "reuse_rules" in balance:
+            write_text(with_suffix(stem, ".reuse.md"), reuse_table(balance["reuse_rules"]))
+        write_settings(stem, settings)
         logger.info("wrote %s (.mp4, .png, .json)", stem)
 
 

@@ -132,8 +132,10 @@ def _draw_per_layer(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
     axes.set(xlabel="layer", xlim=(-0.6, len(layers) - 0.4))
 
 
-def contact_sheet(video: Any, path: str | os.PathLike[str], columns: int = 8) -> None:
-    """Write the frames of a video as one PNG grid, each under its number.
+def contact_sheet(
+    video: Any, path: str | os.PathLike[str], columns: int = 8, captions: Sequence[str] | None = None
+) -> None:
+    """Write the frames of a video as one PNG grid, each under its number or caption.
 
     Small frames are enlarged by a whole factor without smoothing; pixels that are not finite are magenta.
 
@@ -141,6 +143,7 @@ def contact_sheet(video: Any, path: str | os.PathLike[str], columns: int = 8) ->
         video: float [3, T, H, W] in [-1, 1], NumPy array or torch tensor on any device; values outside are clipped.
         path: PNG file.
         columns: frames per row.
+        captions: one for each frame, in place of its number.
 
     Raises:
         ValueError: wrong shape, no frame, fewer than one column, or Pillow is not installed.
@@ -173,7 +176,8 @@ def contact_sheet(video: Any, path: str | os.PathLike[str], columns: int = 8) ->
     for number in range(num_frames):
         left = gap + number % columns * (width + gap)
         top = gap + number // columns * (caption + height + gap)
-        pen.text((left, top + caption / 2), f"frame {number}", fill=INK, font=font, anchor="lm")
+        text = f"frame {number}" if captions is None else captions[number]
+        pen.text((left, top + caption / 2), text, fill=INK, font=font, anchor="lm")
         sheet.paste(Image.fromarray(pixels[number]), (left, top + caption))
     with atomic_path(path) as temporary:
         sheet.save(temporary, format="PNG")

@@ -18,6 +18,7 @@ from dbsp_megatron.plan.mask_planner import plan_partition, sparse_imbalance
 from dbsp_megatron.plan.partition import PartitionPlan, barrier_imbalance
 from dbsp_megatron.plan.planner import plan_or_stay, plan_workload
 from dbsp_megatron.plan.replan import ReplanRule
+from dbsp_megatron.plan.reuse import ReuseComparison, reuse_rules, reuse_table
 from dbsp_megatron.plan.selector import StrategySelector
 from dbsp_megatron.plan.traffic import AttentionShape, PlanTraffic, plan_traffic
 from dbsp_megatron.plan.workload import Workload
@@ -32,6 +33,7 @@ __all__ = [
     "PlanCache",
     "PlanTraffic",
     "ReplanRule",
+    "ReuseComparison",
     "StrategySelector",
     "TileCounter",
     "Workload",
@@ -49,6 +51,8 @@ __all__ = [
     "plan_traffic",
     "plan_workload",
     "reference_calibration",
+    "reuse_rules",
+    "reuse_table",
     "sparse_imbalance",
     "split_heads",
     "step_aware_owner",

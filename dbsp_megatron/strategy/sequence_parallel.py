@@ -93,6 +93,7 @@ class SequenceParallel:
         self._planning, self.cache = self._make_planning()
         self.records = StepRecords()
         self._runner = LayerRunner(self.config, self.strategy, self.groups, self._planning)
+        self.latest = self._runner.latest
         self._layouts: OrderedDict[tuple[int, int], TokenLayout] = OrderedDict()
         self._context: list[Context] = []
         self._step: int | None = None
@@ -317,7 +318,7 @@ class SequenceParallel:
         if by_rank:
             per_node = ranks_of_node()
             nodes = [rank // per_node for rank in self.groups.ranks]
-            stats |= rank_stats(self.records, self._runner.latest, nodes, self.rank)
+            stats |= rank_stats(self.records, self.latest, nodes, self.rank)
         return stats
 
     def layer_stats(self) -> list[dict[str, Any]]:

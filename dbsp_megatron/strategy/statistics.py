@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from dbsp_megatron.plan import AttentionShape, PartitionPlan, plan_loads, plan_traffic
+from dbsp_megatron.plan import AttentionShape, PartitionPlan, Workload, plan_loads, plan_traffic
 from dbsp_megatron.strategy.counts import LayerCounts
 from dbsp_megatron.strategy.records import LayerRecord, StepRecords, mesh_name
 
@@ -80,6 +80,23 @@ def rank_stats(records: StepRecords, latest: Latest, nodes: Sequence[int], rank:
         "sp/bytes_between_nodes": between,
         "perf/attention_tflops": flops / kernel_ms / 1e9 if kernel_ms > 0 else float("nan"),
     }
+
+
+def layer_workloads(records: StepRecords, latest: Latest) -> list[tuple[int, tuple[object, ...], Workload]]:
+    """Layer, plan key and newest counts of the layers that ran in a step, ascending.
+
+    With `plan_counts="current"` all counts are of that step itself.
+
+    Args:
+        records: the step.
+        latest: newest counts of each layer.
+    """
+    held = [(record, latest.get((record.layer, record.plan_key))) for _, record in sorted(records.layers.items())]
+    return [
+        (record.layer, record.plan_key, found[1].workload)
+        for record, found in held
+        if isinstance(found, tuple) and isinstance(found[1], LayerCounts)
+    ]
 
 
 def layer_loads(record: LayerRecord, latest: Latest) -> np.ndarray | None:

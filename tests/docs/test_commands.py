@@ -23,6 +23,7 @@ import torch
 from dbsp_megatron.infer.video_file import write_mp4
 from tests.docs.pages import ROOT, Block, blocks, commands, is_shell, pages
 from tests.harness import run_ranks
+from tests.pipeline_folders import missing_packages, save_pipeline
 
 EXTERNAL = ("deepspeed", "sbatch", "scancel", "scontrol", "squeue", "tail", "tensorboard", "wandb")
 OWN_PROCESSES = ("tools/doctor.py", "tools/fit_latency.py")
@@ -48,6 +49,22 @@ def _workspace(folder: Path) -> Path:
     video = torch.stack([frame.expand(3, 40, 48) for frame in frames], dim=1)
     write_mp4(video, folder / "my_clips" / "a.mp4", 8)
     return folder
+
+
+def _pipelines(page: Path) -> set[str]:
+    """Folders of pipelines that a page's commands name."""
+    words = [words for block in blocks(page) if is_shell(block) for words in commands(block)]
+    return {line[line.index("--pipeline") + 1] for line in words if "--pipeline" in line}
+
+
+def _add_pipelines(folder: Path, names: set[str]) -> None:
+    """A tiny pipeline under each name, and a file of prompts."""
+    missing = missing_packages()
+    if missing is not None:
+        pytest.skip(missing)
+    for name in names:
+        save_pipeline("wan", folder / name)
+    (folder / "prompts.jsonl").write_text('a dog runs\n{"prompt": "a cat", "seed": 3, "name": "cat"}\n')
 
 
 def _environment() -> dict[str, str]:
@@ -196,6 +213,8 @@ def _run(block: Block, job: Job, folder: Path) -> None:
 def test_commands_run(page: Path, tmp_path: Path) -> None:
     """In the order of the page, so that a command may use what one above it made."""
     folder = _workspace(tmp_path)
+    if names := _pipelines(page):
+        _add_pipelines(folder, names)
     for block in blocks(page):
         if is_shell(block):
             for words in commands(block):

@@ -72,6 +72,44 @@ def test_videos_depend_on_their_index_seed_and_weights_only(tmp_path: Path) -> N
         assert not torch.equal(other, first), change
 
 
+def test_reuse_report_replays_rules_on_the_steps(tmp_path: Path) -> None:
+    """One decision for each layer and step; videos are the same with and without the report."""
+    _saved_run(tmp_path)
+    plain = SamplingPipeline(sampling_config(tmp_path, num_samples=1, steps=4), this_world())
+    reporting = SamplingPipeline(sampling_config(tmp_path, num_samples=1, steps=4, reuse_report=True), this_world())
+    assert torch.equal(plain.sample(0)[0], reporting.sample(0)[0])
+    reporting.run(tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "sample_0000.json").read_text())
+    rows = {row["rule"]: row for row in settings["reuse_rules"]}
+    assert set(rows) == {"gain", "paper", "never"}
+    assert [layer["meshes"] for layer in settings["layers"]] == [{"U1R1": 4}, {"U1R1": 4}]
+    assert {(row["decisions"], row["hit_rate"]) for row in rows.values()} == {(8, 0.75)}
+    assert (tmp_path / "out" / "sample_0000.reuse.md").read_text().startswith("| rule | decisions |")
+
+
+def _reuse(rank: int, world_size: int, root: Path) -> list[tuple[float, float]]:
+    """Share of plans that a run kept, and that of our rule replayed on its counts, by counts of either step."""
+    shares = []
+    for plan_counts in ("previous", "current"):
+        found = []
+        for report in (False, True):
+            config = sampling_config(root, (2, 1), num_samples=1, steps=8, reuse_report=report)
+            config = dataclasses.replace(config, sp=dataclasses.replace(config.sp, plan_counts=plan_counts))
+            found.append(SamplingPipeline(config, this_world()).sample(0)[1].summary())
+        (ours,) = (row for row in found[1]["reuse_rules"] if row["rule"] == "gain")
+        shares.append((found[0]["plan_reuse"], ours["hit_rate"]))
+    return shares
+
+
+def test_replayed_rule_decides_as_the_run_does(tmp_path: Path) -> None:
+    """The report waits for counts that the run does not wait for, and must not tell of another run."""
+    _saved_run(tmp_path)
+    for shares in run_ranks(_reuse, 2, tmp_path, timeout_s=120):
+        for run, replayed in shares:
+            assert 0 < run < 0.9, "some plans are kept, some made anew"
+            assert replayed == pytest.approx(run)
+
+
 def test_run_writes_video_picture_and_settings(tmp_path: Path) -> None:
     _saved_run(tmp_path)
     pipeline = SamplingPipeline(sampling_config(tmp_path, num_samples=1, num_frames=3, height=16), this_world())

@@ -12,7 +12,9 @@ from dbsp_megatron.config.cli import (
     INFER_ALIASES,
     TRAIN_ALIASES,
     expand_aliases,
+    names_pipeline,
     parse_infer,
+    parse_pipeline,
     parse_train,
     without_section,
 )
@@ -111,6 +113,39 @@ def test_print_config_is_a_usable_file(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "printed.yaml"
     path.write_text(text)
     assert parse_train(["--config", str(path)]).config.train.steps == 12
+
+
+def test_parse_pipeline_takes_the_names_that_users_of_diffusers_know() -> None:
+    words = (
+        "--pipeline folder --num_inference_steps 7 --num_frames=9 --guidance-scale 3.5 --mask sparge --compare-dense"
+    )
+    config = parse_pipeline([*words.split(), "--prompt", "a cat: [red], 3", "--negative_prompt=null"]).config
+    asked = config.generate
+    assert (asked.steps, asked.num_frames, asked.guidance_scale, asked.compare_dense) == (7, 9, 3.5, True)
+    assert (asked.prompt, asked.negative_prompt) == ("a cat: [red], 3", "null")
+    assert config.mask.method == "sparge"
+    assert parse_pipeline(["--pipeline", "folder", "--prompt", "cat"]).config.is_dense
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--pipeline", "a"], True),
+        (["--pipeline=a"], True),
+        (["--checkpoint", "pipeline"], False),
+        (["--prompt", "--pipelines"], False),
+        (["--config", "nowhere.yaml"], False),
+    ],
+)
+def test_names_pipeline_tells_the_two_commands_apart(words: list[str], expected: bool) -> None:
+    assert names_pipeline(words) == expected
+
+
+def test_names_pipeline_refuses_both(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("checkpoint: runs/a\n")
+    with pytest.raises(ValueError, match="pipeline and checkpoint exclude one another"):
+        names_pipeline([f"--config={file}", "--pipeline", "a"])
 
 
 def test_parse_infer_takes_defaults_of_the_run() -> None:
