@@ -88,8 +88,11 @@ _PRELOADED = ["torch.distributed.checkpoint", "dbsp_megatron.train.trainer", "te
 
 
 def _context(env: Mapping[str, str]) -> Any:
-    """How workers start: forked from a server that has imported everything, or, with variables of their own, anew."""
-    if env:
+    """How workers start: forked from a server that has imported everything, or, with variables of their own, anew.
+
+    Where there is a GPU, anew as well: imports of the server may touch CUDA, which no fork of it can use then.
+    """
+    if env or torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)

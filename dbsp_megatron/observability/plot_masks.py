@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .plot_style import AFTER, BEFORE, INK, MUTED, figure, hues
+from .plot_style import AFTER, BEFORE, INK, MUTED, figure, hues, plain_log_labels
 
 
 def plot_mask_quality(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str = "") -> None:
@@ -65,6 +65,7 @@ def _draw_errors(axes: Any, records: Sequence[Mapping[str, Any]], places: np.nda
                 "both 0", (0.03, place), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=MUTED
             )
     axes.set_title("Error of the output")
+    plain_log_labels(axes, "x")
     _legend(axes, 2)
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .plot_style import AFTER, BEFORE, INK, MUTED, figure, hues
+from .plot_style import AFTER, BEFORE, INK, MUTED, figure, hues, plain_log_labels
 
 _SPARE_HUES = (4, 6, 2, 7)
-_TICK_DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7))
-_MIN_TICKS = 3
 
 
 def plot_scaling(
@@ -54,7 +51,7 @@ def plot_scaling(
             axes.xaxis.minorticks_off()
             axes.set_xlabel("GPUs that share one sequence")
             axes.grid(True)
-        _plain_log_labels(times)
+        plain_log_labels(times)
         _legend(drawn, times)
         if title:
             drawn.suptitle(title, fontweight="bold", fontsize=12)
@@ -88,7 +85,7 @@ def plot_meshes(records: Sequence[Mapping[str, Any]], path: str | os.PathLike[st
             axes.set_xticks(range(len(meshes)), meshes, rotation=45 if len(meshes) > 6 else 0)
             axes.set_title(f"{degree} GPUs")
             axes.set(xlabel="mesh, Ulysses x Ring", ylabel="attention of a layer, ms", yscale="log")
-            _plain_log_labels(axes)
+            plain_log_labels(axes)
             axes.grid(True, axis="y")
         for axes in panels[len(degrees) :]:
             axes.set_visible(False)
@@ -118,25 +115,6 @@ def _looks(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, d
             "linewidth": 1.5,
         }
     return strategies, looks
-
-
-def _plain_log_labels(axes: Any) -> None:
-    """Labels a logarithmic y axis in plain numbers, at three places at least whatever its range; call it last."""
-    from matplotlib.ticker import MaxNLocator, NullLocator
-
-    low, high = axes.get_ylim()
-    ticks: list[float] = []
-    for digits in _TICK_DIGITS:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) >= _MIN_TICKS:
-            break
-    else:
-        ticks = [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
-    axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(low, high)
 
 
 def _legend(drawn: Any, axes: Any) -> None:

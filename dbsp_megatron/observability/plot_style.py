@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ INK = "#2b2f36"
 MUTED = "#8a919c"
 # Distinct for colour-blind readers, dark enough for white ground.
 _HUES = ("#2a7f9e", "#d98324", "#5b8c3a", "#b0457b", "#6457a6", "#c8553d", "#3f9b86", "#8a6d3b")
+_TICK_DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7))
+_MIN_TICKS = 3
 _STYLE: Any = {
     "figure.dpi": 110,
     "savefig.dpi": 150,
@@ -86,3 +89,28 @@ def rank_colours(ulysses_degree: int, ring_degree: int) -> np.ndarray:
     base = hues(ring_degree)
     lighten = np.linspace(0.0, 0.55, ulysses_degree) if ulysses_degree > 1 else np.zeros(1)
     return base[None] + (1 - base[None]) * lighten[:, None, None]
+
+
+def plain_log_labels(axes: Any, which: str = "y") -> None:
+    """Labels a logarithmic axis in plain numbers, at three places at least whatever its range; call it last.
+
+    Args:
+        axes: Matplotlib axes.
+        which: `x` or `y`.
+    """
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    axis = getattr(axes, f"{which}axis")
+    low, high = axis.get_view_interval()
+    ticks: list[float] = []
+    for digits in _TICK_DIGITS:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= _MIN_TICKS:
+            break
+    else:
+        ticks = [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
+    axis.set_ticks(ticks, [f"{tick:.4g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+    axes.set(**{f"{which}lim": (low, high)})
