@@ -29,7 +29,11 @@ class KernelConfig:
     block_size: int
     """Tokens of a block of the dim that is walked: k-blocks in the forward, q-blocks in the backward pass."""
     blocks_per_tile: int
-    """Blocks that make one tile of a step; in the backward pass tiles of 64 rows that make one block."""
+    """Blocks that make one tile of a step; in the backward pass steps that make one block."""
+    rows_per_step: int = 64
+    """Query rows of a step (backward pass only)."""
+    staged: bool = False
+    """dQ goes through shared memory to its sums, not from registers (backward pass only)."""
     num_q_stages: int = 1
     """Q-blocks that shared memory holds (forward pass only)."""
     num_slots: int
@@ -65,6 +69,7 @@ def backward_config(head_dim: int, block_size_q: int, block_size_k: int) -> Kern
         num_consumers=2 if wide else 1,
         block_size=block_size_q,
         blocks_per_tile=block_size_q // 64,
+        staged=wide,
         num_slots=3 if wide else 2,
         max_registers=168 if wide else 128,
     )

@@ -107,12 +107,14 @@ def _forward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any]
 
 def _backward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any], int]:
     config = backward_config(variant.dim, variant.block_q, variant.block_k)
-    tile = _descriptor(variant.dtype, [1, 1, 64, config.dim])
-    row = _descriptor("fp32", [64], gl.NVMMASharedLayout(0, 32, 1))
-    part = [config.dim // config.num_consumers // 2, 128]
+    rows = config.rows_per_step
+    tile = _descriptor(variant.dtype, [1, 1, rows, config.dim])
+    row = _descriptor("fp32", [rows], gl.NVMMASharedLayout(0, 32, 1))
+    part = [config.dim * rows // config.num_consumers // 128, 128]
     types = {
-        **dict.fromkeys(("q_desc", "v_desc", "do_desc"), tile),
-        "k_desc": _descriptor(variant.dtype, [1, 1, variant.block_k, config.dim]),
+        **dict.fromkeys(("q_desc", "do_desc"), tile),
+        "v_desc": _descriptor(variant.dtype, [1, 1, 64, config.dim]),
+        "k_desc": _descriptor(variant.dtype, [1, 1, 64 * config.num_consumers, config.dim]),
         **dict.fromkeys(("lse_desc", "delta_desc"), row),
         "dq_desc": _descriptor("fp32", part, gl.NVMMASharedLayout(0, 32, 2)),
         "dq_sums": "*fp32",
@@ -125,7 +127,10 @@ def _backward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any
         "DV": variant.dim,
         "NST": config.num_slots,
         "NWG": config.num_consumers,
+        "KEYS": variant.block_k,
+        "QROWS": rows,
         "NSUB": config.blocks_per_tile,
+        "STAGED": config.staged,
         "GROUPED": variant.grouped or variant.kv_index,
         "SHARED": variant.shared,
         "TAIL": variant.tail,
