@@ -3,20 +3,33 @@
 A program (CTA) computes dK and dV of k-blocks of kv heads, each over the listed q-blocks of its query heads, and takes
 the next k-block from a counter, in launch order. Its warps:
 
-* producer, 1 warp, 24 registers: brings K and V, then Q with lse and dO with delta of every 64 listed query rows by TMA
-  into stages; the first of them while the consumers still finish the k-block before;
-* consumers, one warpgroup (4 warps) for each 64 keys: dK and dV of these keys stay in registers. Scores are computed
-  transposed (keys x queries), so that P^T feeds dV from registers; dS^T goes through shared memory, from where each
-  warpgroup computes its share of the columns of dQ over all keys of the CTA.
+* producer, 1 warp, 24 registers: walks the lists, so that nobody else waits for global memory. It brings K and V, then
+  Q with lse and dO with delta of every 64 listed query rows (a step) by TMA into stages; the first of them while the
+  consumers still finish the k-block before. Beside a stage it leaves the place of these rows in the sums of dQ, beside
+  K and V the number of steps of all query heads together: consumers know no heads, and do not drain between them;
+* consumers, one or two warpgroups (4 warps each): dK and dV stay in registers over all steps of a k-block. Scores are
+  computed transposed (keys x queries), so that P^T feeds dV from registers. dS^T goes through shared memory, for dQ
+  needs that of all keys of the CTA.
+
+| k-block, head dim | consumers | registers | CTAs a multiprocessor | stages | dQ to its sums |
+|---|---|---|---|---|---|
+| 128, 96 or 128 | two with 64 keys each; each computes half the columns of dQ | 240 | 1 | 3 | TMA |
+| 128, 64 | one with two tiles of 64 keys, one after the other; one dQ of both | 232 | 2 | 2 | TMA |
+| 64, any | one | 232 | 2 | 2 | `red` from registers |
+
+dS^T is written by the threads and read by wgmma, so each thread fences its writes for the asynchronous proxy before a
+barrier that all readers pass. Two warpgroups meet at an mbarrier, once a step. One warpgroup needs none: the bar.sync
+that the compiler puts between a store to shared memory and its reader in the same warps comes after the fence
+(`test_hopper_compile.py` checks that), and an mbarrier would only add an arrival and a wait to every step.
 
 dQ is added to an fp32 buffer of its own in the order in which registers hold it (16 bytes a thread, a warp covers 512
-contiguous bytes): by TMA where two warpgroups share a CTA (k-block 128), by `red` from registers otherwise (k-block 64,
-two CTAs a multiprocessor). `hopper_dq` prepares that buffer and brings it into order. Sums of dQ come in any order;
-dK and dV are deterministic.
+contiguous bytes). `hopper_dq` prepares that buffer and brings it into order. Sums of dQ come in any order; dK and dV
+are deterministic.
 
 Launch grid: as many programs as run at once. Tiles: B * Hkv * Nk in the order of `BlockLists.t_order` (of its sums over
 query heads for grouped ones).
-Shared memory at D = 128: 193 KiB (k-block 128), 105 KiB (64). D = 96 runs as 128 with zeros.
+Shared memory: K and V, the stages, dS^T (twice for two warpgroups, which are a step apart), dQ for TMA; see
+`test_hopper_compile.py` for bytes. D = 96 runs as 128 with zeros.
 """
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
@@ -82,19 +95,18 @@ def _load_keys(tensors, buffers, entry, kv_head, key0, D: gl.constexpr, KEYS: gl
 
 
 @gluon.jit
-def _load_query(tensors, buffers, entry, head, stats, r, stage, phase, D: gl.constexpr, NST: gl.constexpr,
-                QROWS: gl.constexpr):  # fmt: skip
+def _load_query(tensors, buffers, entry, head, stats, r, stage, phase, D: gl.constexpr, NST: gl.constexpr):
     """Q, lse, dO and delta of a step's query rows into a stage, with the place of these rows in the sums of dQ."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = tensors
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
     mbarrier.wait(q_empty.index(stage), phase)
     send(rows, stage, stats + r)
-    mbarrier.expect(q_full.index(stage), QROWS * (D * 2 + 4))
+    mbarrier.expect(q_full.index(stage), 64 * (D * 2 + 4))
     tma.async_copy_global_to_shared(q_desc, [entry, head, r, 0], q_full.index(stage), q_s.index(stage))
     tma.async_copy_global_to_shared(lse_desc, [stats + r], q_full.index(stage), lse_s.index(stage))
     mbarrier.wait(do_empty.index(stage), phase)
-    mbarrier.expect(do_full.index(stage), QROWS * (D * 2 + 4))
+    mbarrier.expect(do_full.index(stage), 64 * (D * 2 + 4))
     tma.async_copy_global_to_shared(do_desc, [entry, head, r, 0], do_full.index(stage), do_s.index(stage))
     tma.async_copy_global_to_shared(delta_desc, [stats + r], do_full.index(stage), delta_s.index(stage))
     return next_slot(stage, phase, NST)
@@ -108,7 +120,7 @@ def _listed_blocks(count, groups, entry, begin, end, block, list_batch, list_hea
     total = 0
     for position in range(begin, end, 32):
         inside = position + lane < end
-        if heads is None:
+        if heads is None:  # noqa: SIM108 - decided by the compiler
             head = position + lane
         else:
             head = gl.load(heads + position + lane, mask=inside, other=0)
@@ -119,7 +131,7 @@ def _listed_blocks(count, groups, entry, begin, end, block, list_batch, list_hea
 
 @gluon.jit
 def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.constexpr, KEYS: gl.constexpr,
-              QROWS: gl.constexpr, NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+              NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
     count, index, order, next_tile = lists
@@ -147,14 +159,14 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
                 head = _head_at(groups, position)
                 row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
                 start = row.to(gl.int64) * num_q
-                following = first_query(index, start, 0, QROWS, NSUB)
+                following = first_query(index, start, 0, NSUB)
                 n = gl.load(count + row) * NSUB
                 stats = (entry * num_heads + head) * padded
                 for j in range(0, n):
                     r = following
                     # Read one step ahead: the stages do not wait for it.
-                    following = first_query(index, start, gl.minimum(j + 1, n - 1), QROWS, NSUB)
-                    stage, phase = _load_query(tensors, buffers, entry, head, stats, r, stage, phase, D, NST, QROWS)
+                    following = first_query(index, start, gl.minimum(j + 1, n - 1), NSUB)
+                    stage, phase = _load_query(tensors, buffers, entry, head, stats, r, stage, phase, D, NST)
                     if done == 0:
                         mbarrier.wait(kv_empty, parity ^ 1)
                         send(work, parity * 2, k_block)
@@ -169,21 +181,21 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
         else:
             row = list_row(entry, kv_head, block, list_batch, list_heads, num_k, SHARED)
             start = row.to(gl.int64) * num_q
-            following = first_query(index, start, 0, QROWS, NSUB)
+            following = first_query(index, start, 0, NSUB)
             n = gl.load(count + row) * NSUB
             stats = (entry * num_heads + kv_head) * padded
             if n > 0:
                 r = following
-                following = first_query(index, start, gl.minimum(1, n - 1), QROWS, NSUB)
-                stage, phase = _load_query(tensors, buffers, entry, kv_head, stats, r, stage, phase, D, NST, QROWS)
+                following = first_query(index, start, gl.minimum(1, n - 1), NSUB)
+                stage, phase = _load_query(tensors, buffers, entry, kv_head, stats, r, stage, phase, D, NST)
             mbarrier.wait(kv_empty, parity ^ 1)
             send(work, parity * 2, k_block)
             send(work, parity * 2 + 1, n)
             _load_keys(tensors, buffers, entry, kv_head, block * KEYS, D, KEYS)
             for j in range(1, n):
                 r = following
-                following = first_query(index, start, gl.minimum(j + 1, n - 1), QROWS, NSUB)
-                stage, phase = _load_query(tensors, buffers, entry, kv_head, stats, r, stage, phase, D, NST, QROWS)
+                following = first_query(index, start, gl.minimum(j + 1, n - 1), NSUB)
+                stage, phase = _load_query(tensors, buffers, entry, kv_head, stats, r, stage, phase, D, NST)
         parity = parity ^ 1
         tile = following_tile
     mbarrier.wait(kv_empty, parity ^ 1)
@@ -194,7 +206,7 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
 @gluon.jit
 def _store_keys(results, sizes, dk, dv, k_block, key_in_block, sc, D: gl.constexpr, DV: gl.constexpr,
                 KEYS: gl.constexpr, NWG: gl.constexpr):  # fmt: skip
-    """dK and dV of 64 keys."""
+    """Write dK and dV of 64 keys."""
     dq_desc, dq_sums, dk_out, dv_out = results
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded, num_tiles = (
         sizes
@@ -219,7 +231,7 @@ def _store_keys(results, sizes, dk, dv, k_block, key_in_block, sc, D: gl.constex
 
 @gluon.jit
 def _consumer(w: gl.constexpr, results, buffers, sizes, sc, sc2, D: gl.constexpr, DV: gl.constexpr, NST: gl.constexpr,
-              NWG: gl.constexpr, KEYS: gl.constexpr, QROWS: gl.constexpr, STAGED: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+              NWG: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     dq_desc, dq_sums, dk_out, dv_out = results
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
@@ -227,7 +239,7 @@ def _consumer(w: gl.constexpr, results, buffers, sizes, sc, sc2, D: gl.constexpr
         sizes
     )
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    WIDE: gl.constexpr = KEYS > 64 * NWG
+    TWO_TILES: gl.constexpr = KEYS > 64 * NWG
     stage = 0
     phase = 0
     buf = 0
@@ -240,28 +252,25 @@ def _consumer(w: gl.constexpr, results, buffers, sizes, sc, sc2, D: gl.constexpr
         keys_left = seqlen_k - (k_block % num_k) * KEYS
         dk = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
         dv = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
-        if WIDE:
+        if TWO_TILES:
             dk1 = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
             dv1 = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
-            state = (dk, dv, dk1, dv1, stage, phase, buf_phase)
-            dk, dv, dk1, dv1, stage, phase, buf_phase = add_steps_of_two_tiles(
-                state, dq_desc, dq_sums, buffers, sc2, n, keys_left, D, NST, STAGED, TAIL
+            dk, dv, dk1, dv1, stage, phase = add_steps_of_two_tiles(
+                (dk, dv, dk1, dv1, stage, phase), dq_desc, buffers, sc2, n, keys_left, D, NST, TAIL
             )
         elif NWG == 2:
-            state = (dk, dv, stage, phase, buf, buf_phase)
             dk, dv, stage, phase, buf, buf_phase = add_steps_of_pair(
-                w, state, dq_desc, buffers, sc2, n, keys_left, D, NST, QROWS, TAIL
+                w, (dk, dv, stage, phase, buf, buf_phase), dq_desc, buffers, sc2, n, keys_left, D, NST, TAIL
             )
         else:
-            state = (dk, dv, stage, phase, buf_phase)
-            dk, dv, stage, phase, buf_phase = add_steps_alone(
-                state, dq_sums, buffers, sc2, n, keys_left, D, NST, TAIL
+            dk, dv, stage, phase = add_steps_alone(
+                (dk, dv, stage, phase), dq_sums, buffers, sc2, n, keys_left, D, NST, TAIL
             )
         mbarrier.arrive(kv_empty, count=1)
         # Asked for anew, so as not to be kept in registers through the loop.
         k_block = received(work, parity * 2)
         _store_keys(results, sizes, dk, dv, k_block, w * 64, sc, D, DV, KEYS, NWG)
-        if WIDE:
+        if TWO_TILES:
             _store_keys(results, sizes, dk1, dv1, k_block, 64, sc, D, DV, KEYS, NWG)
         parity = parity ^ 1
         mbarrier.wait(kv_full, parity)
@@ -308,33 +317,30 @@ def backward_kernel(
     NST: gl.constexpr,
     NWG: gl.constexpr,
     KEYS: gl.constexpr,
-    QROWS: gl.constexpr,
     NSUB: gl.constexpr,
-    STAGED: gl.constexpr,
     GROUPED: gl.constexpr,
     SHARED: gl.constexpr,
     TAIL: gl.constexpr,
 ):
     """See the module's docstring. dk and dv are [B, Sk, Hkv, DV], contiguous.
 
-    NST stages of QROWS query rows, NSUB of which make a q-block; NWG consumers of a k-block of KEYS keys; STAGED if dQ
-    goes through shared memory; GROUPED if kv heads have other than one query head; SHARED if heads or batch entries
-    share lists; TAIL if the last k-block is short.
+    NST stages of 64 query rows, NSUB of which make a q-block; NWG consumers of a k-block of KEYS keys; GROUPED if kv
+    heads have other than one query head; SHARED if heads or batch entries share lists; TAIL if the last k-block is
+    short.
     """
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    grads: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QROWS], dtype)
-    WIDE: gl.constexpr = KEYS > 64 * NWG
-    k_s = gl.allocate_shared_memory(dtype, [2, 64, D] if WIDE else [1, KEYS, D], tile)
+    grads: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 64], dtype)
+    TWO_TILES: gl.constexpr = KEYS > 64 * NWG
+    k_s = gl.allocate_shared_memory(dtype, [2, 64, D] if TWO_TILES else [1, KEYS, D], tile)
     v_s = gl.allocate_shared_memory(dtype, [KEYS // 64, 64, D], tile)
-    q_s = gl.allocate_shared_memory(dtype, [NST, QROWS, D], tile)
-    do_s = gl.allocate_shared_memory(dtype, [NST, QROWS, D], tile)
-    ds_s = gl.allocate_shared_memory(dtype, [2, 64, QROWS] if WIDE else [NWG, KEYS, QROWS], grads)
-    # With two warpgroups each has half of dQ: of its columns (64 rows a step) or of its rows (128). Not allocated if
-    # not used.
-    dq_s = gl.allocate_shared_memory(gl.float32, [NWG, D * QROWS // NWG // 128, 128], dq_desc.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [NST, QROWS], lse_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [NST, QROWS], delta_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [NST, 64, D], tile)
+    do_s = gl.allocate_shared_memory(dtype, [NST, 64, D], tile)
+    ds_s = gl.allocate_shared_memory(dtype, [2, 64, 64] if TWO_TILES else [NWG, KEYS, 64], grads)
+    # With two warpgroups each has half of the columns of dQ. Not allocated if not used.
+    dq_s = gl.allocate_shared_memory(gl.float32, [NWG, D // NWG // 2, 128], dq_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [NST, 64], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [NST, 64], delta_desc.layout)
     work = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [NST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -351,8 +357,9 @@ def backward_kernel(
         mbarrier.init(q_empty.index(i), count=NWG)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=NWG)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=NWG)
+    if NWG == 2:
+        for i in gl.static_range(2):
+            mbarrier.init(ds_full.index(i), count=NWG)
     tensors = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     results = (dq_desc, dq_sums, dk, dv)
     bars = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
@@ -375,9 +382,9 @@ def backward_kernel(
     if NWG == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, QROWS, STAGED, TAIL)),
-                (_consumer, (1, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, QROWS, STAGED, TAIL)),
-                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, KEYS, QROWS, NSUB, GROUPED, SHARED)),
+                (_consumer, (0, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, TAIL)),
+                (_consumer, (1, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, TAIL)),
+                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, KEYS, NSUB, GROUPED, SHARED)),
             ],
             [4, 1],
             [240, 24],
@@ -385,8 +392,8 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, QROWS, STAGED, TAIL)),
-                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, KEYS, QROWS, NSUB, GROUPED, SHARED)),
+                (_consumer, (0, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, TAIL)),
+                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, KEYS, NSUB, GROUPED, SHARED)),
             ],
             [1],
             [24],
@@ -449,16 +456,16 @@ def hopper_backward(
     groups = query_groups(lists, num_heads, num_kv_heads, kv_index)
     dout = for_tma(dout.to(q.dtype))
     config = backward_config(head_dim, block_size_q, block_size_k)
-    dim, consumers, rows = config.dim, config.num_consumers, config.rows_per_step
+    dim, consumers = config.dim, config.num_consumers
     # A q-block of 128 is two tiles of 64 rows, the second of which may lie wholly beyond the sequence.
     padded = -(-seqlen_q // 128) * 128
     row_stats = torch.empty((2, batch * num_heads * padded), dtype=torch.float32, device=q.device)
     next_tile = torch.empty(1, dtype=torch.int32, device=q.device)
     sums = torch.empty((batch * num_heads * padded * dim // 128, 128), dtype=torch.float32, device=q.device)
     row_layout = gl.NVMMASharedLayout(0, 32, 1)
-    lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [rows], row_layout) for x in row_stats)
-    # Rows and columns of dQ that a warpgroup adds at a time: 64, and all of them or half.
-    columns = dim * rows // consumers // 64
+    lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [64], row_layout) for x in row_stats)
+    # Columns of dQ that a warpgroup adds at a time, of 64 rows: all of them or half.
+    columns = dim // consumers
     part = [columns // 2, 128]
     sums_desc = TensorDescriptor(sums, list(sums.shape), [128, 1], part, gl.NVMMASharedLayout(0, 32, 2))
     tiles = (padded // 64, batch * num_heads)
@@ -479,10 +486,10 @@ def hopper_backward(
             D=dim,
         )
         backward_kernel[(min(num_tiles, multiprocessors(q.device) * (3 - consumers)),)](
-            bshd_descriptor(q, rows, dim),
+            bshd_descriptor(q, 64, dim),
             bshd_descriptor(k, 64 * consumers, dim),
             bshd_descriptor(v, 64, dim),
-            bshd_descriptor(dout, rows, dim),
+            bshd_descriptor(dout, 64, dim),
             lse_desc,
             delta_desc,
             sums_desc,
@@ -513,9 +520,7 @@ def hopper_backward(
             NST=config.num_slots,
             NWG=consumers,
             KEYS=block_size_k,
-            QROWS=rows,
             NSUB=config.blocks_per_tile,
-            STAGED=config.staged,
             GROUPED=kv_index is not None or num_heads != num_kv_heads,
             SHARED=(*lists.count.shape[:2], groups.order_heads) != (batch, num_heads, num_kv_heads),
             TAIL=seqlen_k % block_size_k != 0,

@@ -1,4 +1,8 @@
-"""Inner loops of the Hopper backward pass: what a warpgroup does with the listed query rows of a k-block."""
+"""Inner loops of the Hopper backward pass: what a warpgroup does with the listed query rows of a k-block.
+
+In all loops `j >> 30` is 0 (a k-block has fewer steps than 2^30), which the compiler does not know: addresses that hang
+on it are worked out in the loop, not kept in registers over it, of which there are none to spare.
+"""
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
 
@@ -20,12 +24,12 @@ from .hopper_registers import add_registers, tma_reduce_add
 
 
 @gluon.jit
-def first_query(index, start, j, QROWS: gl.constexpr, NSUB: gl.constexpr):
-    """First query row of step j: a listed q-block is NSUB steps of QROWS rows."""
+def first_query(index, start, j, NSUB: gl.constexpr):
+    """First query row of step j: a listed q-block is NSUB steps of 64 rows."""
     if NSUB == 1:
-        return list_entry(index, start, j) * QROWS
+        return list_entry(index, start, j) * 64
     else:
-        return list_entry(index, start, j >> 1) * (2 * QROWS) + (j & 1) * QROWS
+        return list_entry(index, start, j >> 1) * 128 + (j & 1) * 64
 
 
 @gluon.jit
@@ -58,21 +62,8 @@ def _reduce_dq(w: gl.constexpr, dq, dq_desc, dq_s, row, D: gl.constexpr, DN: gl.
 
 
 @gluon.jit
-def _query_gradients(w: gl.constexpr, ds, k_s, zero_q, D: gl.constexpr, DN: gl.constexpr):
-    """Issue this warpgroup's share of dQ of a step: D / 2 columns of 64 rows, or all columns of 64 rows of 128."""
-    if DN == D:
-        return warpgroup_mma(
-            ds.slice(w * 64, 64, dim=1).permute((1, 0)), k_s, zero_q, use_acc=False, is_async=True
-        )
-    else:
-        return warpgroup_mma(
-            ds.permute((1, 0)), k_s.slice(w * DN, DN, dim=1), zero_q, use_acc=False, is_async=True
-        )
-
-
-@gluon.jit
 def add_steps_of_pair(w: gl.constexpr, state, dq_desc, buffers, sc2, n, keys_left, D: gl.constexpr, NST: gl.constexpr,
-                      QROWS: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+                      TAIL: gl.constexpr):  # fmt: skip
     """All n steps of a k-block, by one of two warpgroups: adds to dK and dV, and to the sums of dQ in memory.
 
     The two need each other's dS for dQ, so they stay in step, and nothing but the products of the step before can keep
@@ -81,14 +72,14 @@ def add_steps_of_pair(w: gl.constexpr, state, dq_desc, buffers, sc2, n, keys_lef
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
     dk, dv, stage, phase, buf, buf_phase = state
-    DN: gl.constexpr = D * QROWS // 128
+    DN: gl.constexpr = D // 2
     dtype: gl.constexpr = q_s.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QROWS, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_of_dq: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DN, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, keys_of_grad, 2)
     queries: gl.constexpr = gl.SliceLayout(0, scores)
-    zero = gl.full([64, QROWS], 0.0, gl.float32, scores)  # never read: use_acc=False
+    zero = gl.full([64, 64], 0.0, gl.float32, scores)  # never read: use_acc=False
     zero_q = gl.full([64, DN], 0.0, gl.float32, part_of_dq)
     left = keys_left - w * 64
     # Without a branch around loop and wait ptxas serialises every wgmma.
@@ -114,7 +105,8 @@ def add_steps_of_pair(w: gl.constexpr, state, dq_desc, buffers, sc2, n, keys_lef
             k_w = k_s.index(at).slice(w * 64, 64, dim=0)
             s = warpgroup_mma(k_w, q_s.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
             mbarrier.wait(ds_full.index(buf), buf_phase)
-            dqt = _query_gradients(w, ds_s.index(buf), k_s.index(at), zero_q, D, DN)
+            k_c = k_s.index(at).slice(w * DN, DN, dim=1)
+            dqt = warpgroup_mma(ds_s.index(buf).permute((1, 0)), k_c, zero_q, use_acc=False, is_async=True)
             # dS^T from shared memory, not from registers: 16 registers fewer, or ptxas serialises every wgmma.
             own = ds_s.index(buf).slice(w * 64, 64, dim=0)
             dkt = warpgroup_mma(own, q_s.index(stage), dk, is_async=True)
@@ -124,8 +116,9 @@ def add_steps_of_pair(w: gl.constexpr, state, dq_desc, buffers, sc2, n, keys_lef
             dq = warpgroup_mma_wait(1, deps=[dqt])
             _reduce_dq(w, dq, dq_desc, dq_s, received(rows, stage), D, DN)
             mbarrier.wait(do_full.index(following), following_phase)
-            dp = warpgroup_mma(v_s.index(at + w), do_s.index(following).permute((1, 0)), zero, use_acc=False, is_async=True)
-            dvt = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do_s.index(following), dv, is_async=True)
+            do = do_s.index(following)
+            dp = warpgroup_mma(v_s.index(at + w), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dvt = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
             dk, dp = warpgroup_mma_wait(1, deps=[dkt, dp])
             mbarrier.arrive(q_empty.index(stage), count=1)
             buf, buf_phase = next_slot(buf, buf_phase, 2)
@@ -135,7 +128,8 @@ def add_steps_of_pair(w: gl.constexpr, state, dq_desc, buffers, sc2, n, keys_lef
             mbarrier.arrive(ds_full.index(buf), count=1)
             stage, phase = next_slot(stage, phase, NST)
         mbarrier.wait(ds_full.index(buf), buf_phase)
-        dqt = _query_gradients(w, ds_s.index(buf), k_s.index(first), zero_q, D, DN)
+        k_c = k_s.index(first).slice(w * DN, DN, dim=1)
+        dqt = warpgroup_mma(ds_s.index(buf).permute((1, 0)), k_c, zero_q, use_acc=False, is_async=True)
         dkt = warpgroup_mma(ds_s.index(buf).slice(w * 64, 64, dim=0), q_s.index(stage), dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dvt, dqt])
         mbarrier.arrive(do_empty.index(stage), count=1)
@@ -153,7 +147,7 @@ def add_steps_alone(state, dq_sums, buffers, sc2, n, keys_left, D: gl.constexpr,
     """As `add_steps_of_pair` by one warpgroup, which has no registers to spare; the other CTA fills its gaps."""
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
-    dk, dv, stage, phase, buf_phase = state
+    dk, dv, stage, phase = state
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, keys_of_grad, 2)
@@ -184,10 +178,9 @@ def add_steps_alone(state, dq_sums, buffers, sc2, n, keys_left, D: gl.constexpr,
             g = _score_gradients(p, dp, delta_s, stage, queries, keys_left, q_s.dtype, TAIL)
             ds.store(g)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(0), count=1)
             # Were dV left in flight, ptxas would find too few registers and serialise every wgmma.
             dv = warpgroup_mma_wait(0, deps=[dvt])
-            mbarrier.wait(ds_full.index(0), buf_phase)
+            # No mbarrier: the compiler's bar.sync stands here, after the fence of all four warps.
             dqt = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
             # dS^T from shared memory, not from registers: 16 registers fewer, or ptxas serialises every wgmma.
             dkt = warpgroup_mma(ds, q_s.index(stage), dk, is_async=True)
@@ -196,19 +189,22 @@ def add_steps_alone(state, dq_sums, buffers, sc2, n, keys_left, D: gl.constexpr,
             mbarrier.arrive(do_empty.index(stage), count=1)
             add_registers(dq_sums.to(gl.int64, bitcast=True) + r.to(gl.int64) * (D * 4), dq, D // 2)
             stage, phase = next_slot(stage, phase, NST)
-            buf_phase = buf_phase ^ 1
         dk = warpgroup_mma_wait(0, deps=[dkt])
         mbarrier.arrive(q_empty.index(previous), count=1)
-    return dk, dv, stage, phase, buf_phase
+    return dk, dv, stage, phase
 
 
 @gluon.jit
-def add_steps_of_two_tiles(state, dq_desc, dq_sums, buffers, sc2, n, keys_left, D: gl.constexpr, NST: gl.constexpr,
-                           STAGED: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """As `add_steps_alone` for 128 keys in two tiles: half the sums of dQ, and tile 1's products under tile 0's dS."""
+def add_steps_of_two_tiles(state, dq_desc, buffers, sc2, n, keys_left, D: gl.constexpr, NST: gl.constexpr,
+                           TAIL: gl.constexpr):  # fmt: skip
+    """As `add_steps_alone` for 128 keys in two tiles, one after the other: half as many sums of dQ go to memory.
+
+    S and dP of tile 1 are issued before dK of tile 0, and its exponentials run under the latter. dQ of both tiles is
+    one accumulation; dK of tile 1 is still in flight when the next step begins.
+    """
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
-    dk0, dv0, dk1, dv1, stage, phase, buf_phase = state
+    dk0, dv0, dk1, dv1, stage, phase = state
     dtype: gl.constexpr = q_s.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -243,11 +239,10 @@ def add_steps_of_two_tiles(state, dq_desc, dq_sums, buffers, sc2, n, keys_left, 
             g = _score_gradients(p, dp, delta_s, stage, queries, keys_left, dtype, TAIL)
             ds0.store(g)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(0), count=1)
             dv0 = warpgroup_mma_wait(0, deps=[dv0t])
             s = warpgroup_mma(k1, q.permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(v_s.index(tile1), do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(ds_full.index(0), buf_phase)
+            # The bar.sync for dS of tile 0 stands here, that of tile 1 before dQ: see `add_steps_alone`.
             dk0t = warpgroup_mma(ds0, q, dk0, is_async=True)
             s = warpgroup_mma_wait(2, deps=[s])
             p = _weights(s, sc2, lse_s, stage, queries)
@@ -256,21 +251,15 @@ def add_steps_of_two_tiles(state, dq_desc, dq_sums, buffers, sc2, n, keys_left, 
             g = _score_gradients(p, dp, delta_s, stage, queries, keys_left - 64, dtype, TAIL)
             ds1.store(g)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(1), count=1)
             dk0, dv1 = warpgroup_mma_wait(0, deps=[dk0t, dv1t])
-            mbarrier.wait(ds_full.index(1), buf_phase)
             dqt = warpgroup_mma(ds0.permute((1, 0)), k0, zero_q, use_acc=False, is_async=True)
             dqt = warpgroup_mma(ds1.permute((1, 0)), k1, dqt, is_async=True)
             dk1t = warpgroup_mma(ds1, q, dk1, is_async=True)
             r = received(rows, stage)
             dq = warpgroup_mma_wait(1, deps=[dqt])
             mbarrier.arrive(do_empty.index(stage), count=1)
-            if STAGED:
-                _reduce_dq(0, dq, dq_desc, dq_s, r, D, D)
-            else:
-                add_registers(dq_sums.to(gl.int64, bitcast=True) + r.to(gl.int64) * (D * 4), dq, D // 2)
+            _reduce_dq(0, dq, dq_desc, dq_s, r, D, D)
             stage, phase = next_slot(stage, phase, NST)
-            buf_phase = buf_phase ^ 1
         dk1 = warpgroup_mma_wait(0, deps=[dk1t])
         mbarrier.arrive(q_empty.index(previous), count=1)
-    return dk0, dv0, dk1, dv1, stage, phase, buf_phase
+    return dk0, dv0, dk1, dv1, stage, phase
