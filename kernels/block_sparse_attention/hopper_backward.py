@@ -3,20 +3,33 @@
 A program (CTA) computes dK and dV of k-blocks of kv heads, each over the listed q-blocks of its query heads, and takes
 the next k-block from a counter, in launch order. Its warps:
 
-* producer, 1 warp, 24 registers: brings K and V, then Q with lse and dO with delta of every 64 listed query rows by TMA
-  into stages; the first of them while the consumers still finish the k-block before;
-* consumers, one warpgroup (4 warps) for each 64 keys: dK and dV of these keys stay in registers. Scores are computed
-  transposed (keys x queries), so that P^T feeds dV from registers; dS^T goes through shared memory, from where each
-  warpgroup computes its share of the columns of dQ over all keys of the CTA.
+* producer, 1 warp, 24 registers: walks the lists, so that nobody else waits for global memory. It brings K and V, then
+  Q with lse and dO with delta of every 64 listed query rows (a step) by TMA into stages; the first of them while the
+  consumers still finish the k-block before. Beside a stage it leaves the place of these rows in the sums of dQ, beside
+  K and V the number of steps of all query heads together: consumers know no heads, and do not drain between them;
+* consumers, one or two warpgroups (4 warps each): dK and dV stay in registers over all steps of a k-block. Scores are
+  computed transposed (keys x queries), so that P^T feeds dV from registers. dS^T goes through shared memory, for dQ
+  needs that of all keys of the CTA.
+
+| k-block, head dim | consumers | registers | CTAs a multiprocessor | stages | dQ to its sums |
+|---|---|---|---|---|---|
+| 128, 96 or 128 | two with 64 keys each; each computes half the columns of dQ | 240 | 1 | 3 | TMA |
+| 128, 64 | one with two tiles of 64 keys, one after the other; one dQ of both | 232 | 2 | 2 | TMA |
+| 64, any | one | 232 | 2 | 2 | `red` from registers |
+
+dS^T is written by the threads and read by wgmma, so each thread fences its writes for the asynchronous proxy before a
+barrier that all readers pass. Two warpgroups meet at an mbarrier, once a step. One warpgroup needs none: the bar.sync
+that the compiler puts between a store to shared memory and its reader in the same warps comes after the fence
+(`test_hopper_compile.py` checks that), and an mbarrier would only add an arrival and a wait to every step.
 
 dQ is added to an fp32 buffer of its own in the order in which registers hold it (16 bytes a thread, a warp covers 512
-contiguous bytes): by TMA where two warpgroups share a CTA (k-block 128), by `red` from registers otherwise (k-block 64,
-two CTAs a multiprocessor). `hopper_dq` prepares that buffer and brings it into order. Sums of dQ come in any order;
-dK and dV are deterministic.
+contiguous bytes). `hopper_dq` prepares that buffer and brings it into order. Sums of dQ come in any order; dK and dV
+are deterministic.
 
 Launch grid: as many programs as run at once. Tiles: B * Hkv * Nk in the order of `BlockLists.t_order` (of its sums over
 query heads for grouped ones).
-Shared memory at D = 128: 193 KiB (k-block 128), 105 KiB (64). D = 96 runs as 128 with zeros.
+Shared memory: K and V, the stages, dS^T (twice for two warpgroups, which are a step apart), dQ for TMA; see
+`test_hopper_compile.py` for bytes. D = 96 runs as 128 with zeros.
 """
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
@@ -45,7 +58,7 @@ from .hopper_launch import (
     supports,
 )
 from .hopper_registers import store_registers
-from .hopper_steps import add_head, first_query
+from .hopper_steps import add_steps_alone, add_steps_of_pair, add_steps_of_two_tiles, first_query
 from .lists import BlockLists, multiprocessors
 
 
@@ -69,37 +82,57 @@ def _head_at(groups, position):
 
 
 @gluon.jit
-def _load_keys(tensors, buffers, entry, kv_head, key0, D: gl.constexpr, NWG: gl.constexpr):
+def _load_keys(tensors, buffers, entry, kv_head, key0, D: gl.constexpr, KEYS: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = tensors
-    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, bars = buffers
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
-    mbarrier.expect(kv_full, 2 * 64 * NWG * D * 2)
-    tma.async_copy_global_to_shared(k_desc, [entry, kv_head, key0, 0], kv_full, k_s)
-    for i in gl.static_range(NWG):
+    mbarrier.expect(kv_full, 2 * KEYS * D * 2)
+    ROWS: gl.constexpr = k_s.shape[1]
+    for i in gl.static_range(KEYS // ROWS):
+        tma.async_copy_global_to_shared(k_desc, [entry, kv_head, key0 + ROWS * i, 0], kv_full, k_s.index(i))
+    for i in gl.static_range(KEYS // 64):
         tma.async_copy_global_to_shared(v_desc, [entry, kv_head, key0 + 64 * i, 0], kv_full, v_s.index(i))
 
 
 @gluon.jit
 def _load_query(tensors, buffers, entry, head, stats, r, stage, phase, D: gl.constexpr, NST: gl.constexpr):
-    """Q, lse, dO and delta of 64 query rows into a stage."""
+    """Q, lse, dO and delta of a step's query rows into a stage, with the place of these rows in the sums of dQ."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = tensors
-    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, bars = buffers
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
     mbarrier.wait(q_empty.index(stage), phase)
-    mbarrier.expect(q_full.index(stage), 64 * D * 2 + 256)
+    send(rows, stage, stats + r)
+    mbarrier.expect(q_full.index(stage), 64 * (D * 2 + 4))
     tma.async_copy_global_to_shared(q_desc, [entry, head, r, 0], q_full.index(stage), q_s.index(stage))
     tma.async_copy_global_to_shared(lse_desc, [stats + r], q_full.index(stage), lse_s.index(stage))
     mbarrier.wait(do_empty.index(stage), phase)
-    mbarrier.expect(do_full.index(stage), 64 * D * 2 + 256)
+    mbarrier.expect(do_full.index(stage), 64 * (D * 2 + 4))
     tma.async_copy_global_to_shared(do_desc, [entry, head, r, 0], do_full.index(stage), do_s.index(stage))
     tma.async_copy_global_to_shared(delta_desc, [stats + r], do_full.index(stage), delta_s.index(stage))
     return next_slot(stage, phase, NST)
 
 
 @gluon.jit
-def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.constexpr, NWG: gl.constexpr,
+def _listed_blocks(count, groups, entry, begin, end, block, list_batch, list_heads, num_k, SHARED: gl.constexpr):
+    """Entries of the lists of a k-block, of all query heads of a kv head together."""
+    first, heads = groups
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    total = 0
+    for position in range(begin, end, 32):
+        inside = position + lane < end
+        if heads is None:  # noqa: SIM108 - decided by the compiler
+            head = position + lane
+        else:
+            head = gl.load(heads + position + lane, mask=inside, other=0)
+        row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
+        total += gl.sum(gl.load(count + row, mask=inside, other=0), axis=0)
+    return total
+
+
+@gluon.jit
+def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.constexpr, KEYS: gl.constexpr,
               NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
-    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, bars = buffers
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
     count, index, order, next_tile = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded, num_tiles = (
@@ -117,11 +150,11 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
             order, tile, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
         )
         k_block = (entry * num_kv_heads + kv_head) * num_k + block
+        # The first queries come before K and V, whose place the consumers leave last.
         if GROUPED:
-            mbarrier.wait(kv_empty, parity ^ 1)
-            send(work, parity * 2, k_block)
-            _load_keys(tensors, buffers, entry, kv_head, block * (64 * NWG), D, NWG)
             begin, end = _heads_of(groups, kv_head, group)
+            total = _listed_blocks(count, groups, entry, begin, end, block, list_batch, list_heads, num_k, SHARED)
+            done = 0
             for position in range(begin, end):
                 head = _head_at(groups, position)
                 row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
@@ -134,13 +167,23 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
                     # Read one step ahead: the stages do not wait for it.
                     following = first_query(index, start, gl.minimum(j + 1, n - 1), NSUB)
                     stage, phase = _load_query(tensors, buffers, entry, head, stats, r, stage, phase, D, NST)
+                    if done == 0:
+                        mbarrier.wait(kv_empty, parity ^ 1)
+                        send(work, parity * 2, k_block)
+                        send(work, parity * 2 + 1, total * NSUB)
+                        _load_keys(tensors, buffers, entry, kv_head, block * KEYS, D, KEYS)
+                    done = done + 1
+            if done == 0:
+                mbarrier.wait(kv_empty, parity ^ 1)
+                send(work, parity * 2, k_block)
+                send(work, parity * 2 + 1, 0)
+                mbarrier.arrive(kv_full, count=1)
         else:
             row = list_row(entry, kv_head, block, list_batch, list_heads, num_k, SHARED)
             start = row.to(gl.int64) * num_q
             following = first_query(index, start, 0, NSUB)
             n = gl.load(count + row) * NSUB
             stats = (entry * num_heads + kv_head) * padded
-            # The first queries come before K and V, whose place the consumers leave last.
             if n > 0:
                 r = following
                 following = first_query(index, start, gl.minimum(1, n - 1), NSUB)
@@ -148,7 +191,7 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
             mbarrier.wait(kv_empty, parity ^ 1)
             send(work, parity * 2, k_block)
             send(work, parity * 2 + 1, n)
-            _load_keys(tensors, buffers, entry, kv_head, block * (64 * NWG), D, NWG)
+            _load_keys(tensors, buffers, entry, kv_head, block * KEYS, D, KEYS)
             for j in range(1, n):
                 r = following
                 following = first_query(index, start, gl.minimum(j + 1, n - 1), NSUB)
@@ -161,17 +204,42 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
 
 
 @gluon.jit
-def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, D: gl.constexpr, DV: gl.constexpr,
-              NST: gl.constexpr, NWG: gl.constexpr, NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr,
-              TAIL: gl.constexpr):  # fmt: skip
+def _store_keys(results, sizes, dk, dv, k_block, key_in_block, sc, D: gl.constexpr, DV: gl.constexpr,
+                KEYS: gl.constexpr, NWG: gl.constexpr):  # fmt: skip
+    """Write dK and dV of 64 keys."""
     dq_desc, dq_sums, dk_out, dv_out = results
-    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, bars = buffers
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
-    count, index, order, next_tile = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded, num_tiles = (
         sizes
     )
     keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    entry_head = k_block // num_k
+    entry = entry_head // num_kv_heads
+    head = entry_head % num_kv_heads
+    key0 = (k_block - entry_head * num_k) * KEYS + key_in_block
+    if NWG == 2:
+        key = key0 + gl.arange(0, 64, gl.SliceLayout(1, keys_of_grad))
+        col = gl.arange(0, D, gl.SliceLayout(0, keys_of_grad))
+        at = ((entry.to(gl.int64) * seqlen_k + key) * num_kv_heads + head)[:, None] * DV + col[None, :]
+        stored = (key < seqlen_k)[:, None] & (col < DV)[None, :]
+        gl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=stored)
+        gl.store(dk_out + at, (dk * sc).to(dk_out.dtype.element_ty), mask=stored)
+    else:
+        at = ((entry.to(gl.int64) * seqlen_k + key0) * num_kv_heads + head) * DV
+        store_registers(dv_out + at, num_kv_heads * DV, seqlen_k - key0, dv, D // 2, DV)
+        store_registers(dk_out + at, num_kv_heads * DV, seqlen_k - key0, dk * sc, D // 2, DV)
+
+
+@gluon.jit
+def _consumer(w: gl.constexpr, results, buffers, sizes, sc, sc2, D: gl.constexpr, DV: gl.constexpr, NST: gl.constexpr,
+              NWG: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+    dq_desc, dq_sums, dk_out, dv_out = results
+    k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
+    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
+    num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded, num_tiles = (
+        sizes
+    )
+    keys_of_grad: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    TWO_TILES: gl.constexpr = KEYS > 64 * NWG
     stage = 0
     phase = 0
     buf = 0
@@ -180,53 +248,30 @@ def _consumer(w: gl.constexpr, results, buffers, lists, groups, sizes, sc, sc2, 
     mbarrier.wait(kv_full, 0)
     k_block = received(work, 0)
     while k_block >= 0:
+        n = received(work, parity * 2 + 1)
+        keys_left = seqlen_k - (k_block % num_k) * KEYS
         dk = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
         dv = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
-        if GROUPED:
-            begin, end = _heads_of(groups, (k_block // num_k) % num_kv_heads, group)
-            for position in range(begin, end):
-                head = _head_at(groups, position)
-                # Asked for anew in every round, so as not to be kept in registers through the inner loop.
-                k_block = received(work, parity * 2)
-                block = k_block % num_k
-                entry = k_block // num_k // num_kv_heads
-                row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
-                n = gl.load(count + row) * NSUB
-                state = (dk, dv, stage, phase, buf, buf_phase)
-                dk, dv, stage, phase, buf, buf_phase = add_head(
-                    w, state, dq_desc, dq_sums, buffers, lists, sizes, sc2, entry, head, block, n, row,
-                    D, NST, NWG, NSUB, TAIL,
-                )  # fmt: skip
+        if TWO_TILES:
+            dk1 = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
+            dv1 = gl.full([64, D], 0.0, gl.float32, keys_of_grad)
+            dk, dv, dk1, dv1, stage, phase = add_steps_of_two_tiles(
+                (dk, dv, dk1, dv1, stage, phase), dq_desc, buffers, sc2, n, keys_left, D, NST, TAIL
+            )
+        elif NWG == 2:
+            dk, dv, stage, phase, buf, buf_phase = add_steps_of_pair(
+                w, (dk, dv, stage, phase, buf, buf_phase), dq_desc, buffers, sc2, n, keys_left, D, NST, TAIL
+            )
         else:
-            block = k_block % num_k
-            entry_head = k_block // num_k
-            entry = entry_head // num_kv_heads
-            head = entry_head % num_kv_heads
-            row = list_row(entry, head, block, list_batch, list_heads, num_k, SHARED)
-            n = received(work, parity * 2 + 1)
-            state = (dk, dv, stage, phase, buf, buf_phase)
-            dk, dv, stage, phase, buf, buf_phase = add_head(
-                w, state, dq_desc, dq_sums, buffers, lists, sizes, sc2, entry, head, block, n, row,
-                D, NST, NWG, NSUB, TAIL,
-            )  # fmt: skip
+            dk, dv, stage, phase = add_steps_alone(
+                (dk, dv, stage, phase), dq_sums, buffers, sc2, n, keys_left, D, NST, TAIL
+            )
         mbarrier.arrive(kv_empty, count=1)
-        # As above: not kept in registers through the loop.
+        # Asked for anew, so as not to be kept in registers through the loop.
         k_block = received(work, parity * 2)
-        entry_head = k_block // num_k
-        entry = entry_head // num_kv_heads
-        head = entry_head % num_kv_heads
-        key0 = (k_block - entry_head * num_k) * (64 * NWG) + w * 64
-        if NWG == 2:
-            key = key0 + gl.arange(0, 64, gl.SliceLayout(1, keys_of_grad))
-            col = gl.arange(0, D, gl.SliceLayout(0, keys_of_grad))
-            at = ((entry.to(gl.int64) * seqlen_k + key) * num_kv_heads + head)[:, None] * DV + col[None, :]
-            stored = (key < seqlen_k)[:, None] & (col < DV)[None, :]
-            gl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=stored)
-            gl.store(dk_out + at, (dk * sc).to(dk_out.dtype.element_ty), mask=stored)
-        else:
-            at = ((entry.to(gl.int64) * seqlen_k + key0) * num_kv_heads + head) * DV
-            store_registers(dv_out + at, num_kv_heads * DV, seqlen_k - key0, dv, D // 2, DV)
-            store_registers(dk_out + at, num_kv_heads * DV, seqlen_k - key0, dk * sc, D // 2, DV)
+        _store_keys(results, sizes, dk, dv, k_block, w * 64, sc, D, DV, KEYS, NWG)
+        if TWO_TILES:
+            _store_keys(results, sizes, dk1, dv1, k_block, 64, sc, D, DV, KEYS, NWG)
         parity = parity ^ 1
         mbarrier.wait(kv_full, parity)
         k_block = received(work, parity * 2)
@@ -271,6 +316,7 @@ def backward_kernel(
     DV: gl.constexpr,
     NST: gl.constexpr,
     NWG: gl.constexpr,
+    KEYS: gl.constexpr,
     NSUB: gl.constexpr,
     GROUPED: gl.constexpr,
     SHARED: gl.constexpr,
@@ -278,30 +324,32 @@ def backward_kernel(
 ):
     """See the module's docstring. dk and dv are [B, Sk, Hkv, DV], contiguous.
 
-    NST stages, NWG consumers of 64 keys, NSUB tiles of 64 query rows a q-block, GROUPED if kv heads have other than one
-    query head, SHARED if heads or batch entries share lists, TAIL if the last k-block is short.
+    NST stages of 64 query rows, NSUB of which make a q-block; NWG consumers of a k-block of KEYS keys; GROUPED if kv
+    heads have other than one query head; SHARED if heads or batch entries share lists; TAIL if the last k-block is
+    short.
     """
-    DN: gl.constexpr = D // NWG
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    grads: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64 * NWG, 64], dtype)
-    k_s = gl.allocate_shared_memory(dtype, [64 * NWG, D], tile)
-    v_s = gl.allocate_shared_memory(dtype, [NWG, 64, D], tile)
+    grads: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 64], dtype)
+    TWO_TILES: gl.constexpr = KEYS > 64 * NWG
+    k_s = gl.allocate_shared_memory(dtype, [2, 64, D] if TWO_TILES else [1, KEYS, D], tile)
+    v_s = gl.allocate_shared_memory(dtype, [KEYS // 64, 64, D], tile)
     q_s = gl.allocate_shared_memory(dtype, [NST, 64, D], tile)
     do_s = gl.allocate_shared_memory(dtype, [NST, 64, D], tile)
-    ds_s = gl.allocate_shared_memory(dtype, [NWG, 64 * NWG, 64], grads)
-    # Not used, and not allocated, with one warpgroup.
-    dq_s = gl.allocate_shared_memory(gl.float32, [NWG, DN // 2, 128], dq_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [2, 64, 64] if TWO_TILES else [NWG, KEYS, 64], grads)
+    # With two warpgroups each has half of the columns of dQ. Not allocated if not used.
+    dq_s = gl.allocate_shared_memory(gl.float32, [NWG, D // NWG // 2, 128], dq_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [NST, 64], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [NST, 64], delta_desc.layout)
     work = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows = gl.allocate_shared_memory(gl.int32, [NST, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
     do_empty = gl.allocate_shared_memory(gl.int64, [NST, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=NWG)
     for i in gl.static_range(NST):
@@ -309,12 +357,13 @@ def backward_kernel(
         mbarrier.init(q_empty.index(i), count=NWG)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=NWG)
-    for i in gl.static_range(NWG):
-        mbarrier.init(ds_full.index(i), count=NWG)
+    if NWG == 2:
+        for i in gl.static_range(2):
+            mbarrier.init(ds_full.index(i), count=NWG)
     tensors = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     results = (dq_desc, dq_sums, dk, dv)
     bars = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
-    buffers = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, bars)
+    buffers = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars)
     lists = (count, index, order, next_tile)
     groups = (first, heads)
     sizes = (
@@ -333,15 +382,9 @@ def backward_kernel(
     if NWG == 2:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (0, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED, SHARED, TAIL),
-                ),
-                (
-                    _consumer,
-                    (1, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED, SHARED, TAIL),
-                ),
-                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, NWG, NSUB, GROUPED, SHARED)),
+                (_consumer, (0, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, TAIL)),
+                (_consumer, (1, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, TAIL)),
+                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, KEYS, NSUB, GROUPED, SHARED)),
             ],
             [4, 1],
             [240, 24],
@@ -349,11 +392,8 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (0, results, buffers, lists, groups, sizes, sc, sc2, D, DV, NST, NWG, NSUB, GROUPED, SHARED, TAIL),
-                ),
-                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, NWG, NSUB, GROUPED, SHARED)),
+                (_consumer, (0, results, buffers, sizes, sc, sc2, D, DV, NST, NWG, KEYS, TAIL)),
+                (_producer, (tensors, buffers, lists, groups, sizes, D, NST, KEYS, NSUB, GROUPED, SHARED)),
             ],
             [1],
             [24],
@@ -424,7 +464,9 @@ def hopper_backward(
     sums = torch.empty((batch * num_heads * padded * dim // 128, 128), dtype=torch.float32, device=q.device)
     row_layout = gl.NVMMASharedLayout(0, 32, 1)
     lse_desc, delta_desc = (TensorDescriptor(x, [x.numel()], [1], [64], row_layout) for x in row_stats)
-    part = [dim // consumers // 2, 128]
+    # Columns of dQ that a warpgroup adds at a time, of 64 rows: all of them or half.
+    columns = dim // consumers
+    part = [columns // 2, 128]
     sums_desc = TensorDescriptor(sums, list(sums.shape), [128, 1], part, gl.NVMMASharedLayout(0, 32, 2))
     tiles = (padded // 64, batch * num_heads)
     num_tiles = batch * num_kv_heads * num_k
@@ -477,6 +519,7 @@ def hopper_backward(
             DV=head_dim,
             NST=config.num_slots,
             NWG=consumers,
+            KEYS=block_size_k,
             NSUB=config.blocks_per_tile,
             GROUPED=kv_index is not None or num_heads != num_kv_heads,
             SHARED=(*lists.count.shape[:2], groups.order_heads) != (batch, num_heads, num_kv_heads),
@@ -484,5 +527,5 @@ def hopper_backward(
             num_warps=4,
             maxnreg=config.max_registers,
         )
-        reorder_kernel[tiles](sums, dq, scale, seqlen_q, padded, num_heads, D=dim, DV=head_dim, DN=dim // consumers)
+        reorder_kernel[tiles](sums, dq, scale, seqlen_q, padded, num_heads, D=dim, DV=head_dim, DN=columns)
     return dq, dk, dv

@@ -25,11 +25,9 @@ class KernelConfig:
     dim: int
     """Columns of a tile in shared memory: the head dim, rounded up to a power of two."""
     num_consumers: int
-    """Consumer warpgroups, each with 64 rows of the tile."""
-    block_size: int
-    """Tokens of a block of the dim that is walked: k-blocks in the forward, q-blocks in the backward pass."""
+    """Consumer warpgroups, each with 64 rows of the tile; one of the backward pass may have two tiles of 64 keys."""
     blocks_per_tile: int
-    """Blocks that make one tile of a step; in the backward pass tiles of 64 rows that make one block."""
+    """Blocks that make one tile of a step; in the backward pass steps of 64 rows that make one block."""
     num_q_stages: int = 1
     """Q-blocks that shared memory holds (forward pass only)."""
     num_slots: int
@@ -47,7 +45,6 @@ def forward_config(head_dim: int, block_size_q: int, block_size_k: int) -> Kerne
     return KernelConfig(
         dim=dim,
         num_consumers=2 if wide else 1,
-        block_size=block_size_k,
         blocks_per_tile=128 // block_size_k,
         # Two CTAs of a multiprocessor hide what one of them waits for; a lone one loads its next Q early.
         num_q_stages=2 if wide else 1,
@@ -59,14 +56,15 @@ def forward_config(head_dim: int, block_size_q: int, block_size_k: int) -> Kerne
 @cache
 def backward_config(head_dim: int, block_size_q: int, block_size_k: int) -> KernelConfig:
     """Constants of the backward kernel, for the same combinations."""
-    wide = block_size_k == 128
+    dim = 64 if head_dim == 64 else 128
+    # One warpgroup holds dK and dV of 128 keys in registers at head dim 64, and of 64 keys beyond.
+    pair = block_size_k == 128 and dim == 128
     return KernelConfig(
-        dim=64 if head_dim == 64 else 128,
-        num_consumers=2 if wide else 1,
-        block_size=block_size_q,
+        dim=dim,
+        num_consumers=2 if pair else 1,
         blocks_per_tile=block_size_q // 64,
-        num_slots=3 if wide else 2,
-        max_registers=168 if wide else 128,
+        num_slots=3 if pair else 2,
+        max_registers=168 if pair else 128,
     )
 
 

@@ -57,6 +57,8 @@ CASES: dict[str, dict[str, object]] = {
         "mask": "shared by heads",
         "strides": "padded rows",
     },
+    "many heads of one kv head": {"seqlen_q": 520, "seqlen_k": 400, "num_heads": 40, "num_kv_heads": 1},
+    "one key in the second half of a block": {"seqlen_q": 449, "seqlen_k": 577, "num_heads": 4, "num_kv_heads": 2},
     "less than a block": {"seqlen_q": 5, "seqlen_k": 3, "num_heads": 2, "mask": "dense", "scale": 0.3},
     "nothing": {"seqlen_q": 300, "seqlen_k": 200, "mask": "empty"},
 }
@@ -91,12 +93,13 @@ def _forward(case: AttentionCase, data: AttentionData, lists: BlockLists, **opti
 
 
 def _backward(
-    case: AttentionCase, data: AttentionData, lists: BlockLists, lse: Tensor, delta: Tensor
+    case: AttentionCase, data: AttentionData, lists: BlockLists, lse: Tensor, delta: Tensor, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     from dbsp_megatron.kernels.block_sparse_attention.hopper_backward import hopper_backward
 
     sizes = (case.block_size_q, case.block_size_k, case.softmax_scale)
-    return hopper_backward(data.q, data.k, data.v, data.dout, lse, delta, lists, *sizes, kv_index=data.kv_index)
+    tensors = (data.q, data.k, data.v, data.dout, lse, delta)
+    return hopper_backward(*tensors, lists, *sizes, kv_index=data.kv_index, **options)
 
 
 def _check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], limits: dict[str, float], where: str) -> None:
@@ -141,6 +144,43 @@ def test_hopper_backward_equals_reference_and_repeats(config: tuple[int, int, in
         assert torch.equal(dk, first[1])
         assert torch.equal(dv, first[2])
         assert relative_error(dq, first[0]) < 1e-4
+
+
+@pytest.mark.parametrize("kv_index", [None, (0, 2, 0, 1, 2, 0, 0, 2)], ids=["even groups", "table"])
+def test_hopper_backward_takes_groups_whose_heads_list_nothing(
+    config: tuple[int, int, int], kv_index: tuple[int, ...] | None
+) -> None:
+    """Of a k-block: the first, the last, heads between, all but one, or all heads of a group."""
+    case = _case(config, batch=2, num_heads=8, num_kv_heads=2 if kv_index is None else 3, kv_index=kv_index)
+    data = make_data(case, "cuda")
+    blocks = data.blocks.expand(case.batch, -1, -1, -1).clone()
+    owner = torch.tensor(kv_index) if kv_index else torch.arange(8) // 4
+    heads = [int(x) for x in (owner == 0).nonzero()]
+    assert len(heads) == 4
+    blocks[:, heads] = True
+    for column, empty in enumerate((heads[:1], heads[1:3], heads[3:], heads[:3], heads[1:], heads)):
+        blocks[:, empty, :, column] = False
+    # The samples differ, so that a step count of another k-block shows.
+    blocks[1] = blocks[1].roll(1, dims=2)
+    data = replace(data, blocks=blocks)
+    want = reference(case, data)
+    lists = build_lists(blocks, transpose=True)
+    _check_backward(_backward(case, data, lists, want[1].float(), delta_of(data, want[0], want[1])), want, "gaps")
+
+
+@pytest.mark.parametrize("seqlen_k", [1280, 1310, 1217])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_hopper_backward_gives_gradients_of_the_type_of_q(
+    config: tuple[int, int, int], kv_heads: int, seqlen_k: int
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        case = _case(config, seqlen_k=seqlen_k, num_heads=6, num_kv_heads=kv_heads, dtype=dtype)
+        data = make_data(case, "cuda")
+        want = reference(case, data)
+        lists = build_lists(data.blocks, transpose=True)
+        got = _backward(case, data, lists, want[1].float(), delta_of(data, want[0], want[1]), dtype=dtype)
+        assert all(x.dtype == dtype for x in got)
+        _check(got, want[2:], dict.fromkeys(("dq", "dk", "dv"), 2 * GRADIENT_TOLERANCE), str(dtype))
 
 
 @pytest.mark.parametrize("name", ["odd lengths", "fp16, batch, masks of samples, groups"])

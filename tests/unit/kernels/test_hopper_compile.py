@@ -111,8 +111,9 @@ def _backward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any
     row = _descriptor("fp32", [64], gl.NVMMASharedLayout(0, 32, 1))
     part = [config.dim // config.num_consumers // 2, 128]
     types = {
-        **dict.fromkeys(("q_desc", "v_desc", "do_desc"), tile),
-        "k_desc": _descriptor(variant.dtype, [1, 1, variant.block_k, config.dim]),
+        **dict.fromkeys(("q_desc", "do_desc"), tile),
+        "v_desc": _descriptor(variant.dtype, [1, 1, 64, config.dim]),
+        "k_desc": _descriptor(variant.dtype, [1, 1, 64 * config.num_consumers, config.dim]),
         **dict.fromkeys(("lse_desc", "delta_desc"), row),
         "dq_desc": _descriptor("fp32", part, gl.NVMMASharedLayout(0, 32, 2)),
         "dq_sums": "*fp32",
@@ -125,6 +126,7 @@ def _backward_arguments(variant: Variant) -> tuple[dict[str, str], dict[str, Any
         "DV": variant.dim,
         "NST": config.num_slots,
         "NWG": config.num_consumers,
+        "KEYS": variant.block_k,
         "NSUB": config.blocks_per_tile,
         "GROUPED": variant.grouped or variant.kv_index,
         "SHARED": variant.shared,
@@ -168,6 +170,8 @@ def compile_variant(variant: Variant) -> Usage:
     )
 
 
+BACKWARD_SHARED = {(128, 128): 231_568, (128, 64): 108_012, (64, 128): 99_820, (64, 64): 58_860}
+"""Bytes by columns and k-block: K, V, stages of Q and dO, dS^T, dQ where TMA adds it; the rest is below 2.5 KiB."""
 BLOCKS = [(128, 128), (64, 64), (128, 64), (64, 128)]
 FORWARD = [
     *(Variant(block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
@@ -188,25 +192,35 @@ BACKWARD = [
     Variant(backward=True, grouped=True),
     Variant(backward=True, block_q=64, block_k=64, grouped=True),
     Variant(backward=True, kv_index=True),
-    Variant(backward=True, dim=64),
+    Variant(backward=True, block_k=64, kv_index=True, shared=True),
+    *(Variant(backward=True, dim=64, block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
+    Variant(backward=True, dim=64, dtype="fp16", index="i32", grads="fp16", shared=True),
+    Variant(backward=True, dim=64, grads="bf16", tail=False),
+    Variant(backward=True, dim=64, grouped=True),
+    Variant(backward=True, dim=64, kv_index=True, grads="bf16", shared=True),
     Variant(backward=True, dim=64, block_q=64, block_k=64, grouped=True),
+    Variant(backward=True, dim=96),
     Variant(backward=True, dim=96, block_k=64),
 ]
 TABLE = [*FORWARD, *BACKWARD]
 
 
 def stack_limit(variant: Variant) -> int:
-    """Bytes of local memory allowed: outside the loops, or reloads of a few loop-invariant registers in them."""
-    grouped = variant.grouped or variant.kv_index
+    """Bytes of local memory allowed, of the producer's 24 registers or outside the steps of a k-block."""
     if not variant.backward:
         return 0
-    if variant.dim == 64:
-        return 48 if grouped else 0
-    return 112 if grouped else 56
+    if variant.kv_index:
+        return 40
+    return 16 if variant.grouped or (variant.dim, variant.block_k) == (64, 128) else 0
 
 
 # A few seconds each: those that the others vary run always.
-OFTEN = [FORWARD[0], FORWARD[1], FORWARD[4], BACKWARD[0], BACKWARD[1], BACKWARD[5], BACKWARD[6]]
+OFTEN = [
+    *(FORWARD[i] for i in (0, 1, 4)),
+    *(BACKWARD[i] for i in (0, 1, 5, 6)),
+    Variant(backward=True, dim=64),
+    Variant(backward=True, dim=64, grads="bf16", tail=False),
+]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +235,8 @@ def test_hopper_kernel_fits_the_card_and_overlaps_its_products(variant: Variant)
     ctas = 65536 // (config.max_registers * warps * 32)
     assert ctas == 3 - config.num_consumers
     assert ctas * (usage.shared + SHARED_RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
+    if variant.backward:
+        assert usage.shared <= BACKWARD_SHARED[config.dim, variant.block_k]
     # A wait after every product is what the assembler does when it gives up on asynchronous ones.
     assert usage.num_products > 0
     assert usage.num_waits * 4 <= usage.num_products
@@ -228,12 +244,46 @@ def test_hopper_kernel_fits_the_card_and_overlaps_its_products(variant: Variant)
     assert "cp.async.bulk.tensor.4d" in usage.ptx
 
 
-def test_backward_kernel_adds_dq_in_wide_operations() -> None:
-    """By TMA where two warpgroups share a CTA, four numbers at a time otherwise."""
-    usage = compile_variant(Variant(backward=True))
-    assert "cp.reduce.async.bulk.tensor" in usage.ptx
-    narrow = compile_variant(Variant(backward=True, block_q=64, block_k=64))
-    assert "red.relaxed.gpu.global.add.v4.f32" in narrow.ptx
+def products_before_barrier(ptx: str) -> list[int]:
+    """Groups of products issued between the fence after each store of dS^T and the next barrier of the warpgroup."""
+    events = re.findall(r"stmatrix|fence\.proxy\.async|\bbar\.sync|wgmma\.commit_group", ptx)
+    return [len(found[1]) for found in re.finditer(r"sf(w*)b", "".join(x[0] for x in events))]
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize(
+    ("dim", "block_k", "products"),
+    [
+        # Two warpgroups: the first step of a k-block, and the others.
+        (128, 128, [0, 0, 0, 0]),
+        # S and dP of tile 1 do not read the dS^T of tile 0.
+        (64, 128, [2, 0]),
+        (128, 64, [0]),
+        (64, 64, [0]),
+    ],
+)
+def test_backward_kernel_orders_score_gradients_without_mbarrier(
+    dim: int, block_k: int, products: list[int], tail: bool
+) -> None:
+    """No product reads dS^T before the barrier that follows its fence: one warpgroup has no other order than this."""
+    ptx = compile_variant(Variant(backward=True, dim=dim, block_k=block_k, grads="bf16", tail=tail)).ptx
+    assert products_before_barrier(ptx) == products
+
+
+def test_products_before_barrier_are_counted() -> None:
+    """A kernel without the barrier, or with one before the fence, would not pass."""
+    store, fence, product, barrier = "stmatrix.sync;", "fence.proxy.async;", "wgmma.commit_group.sync;", "bar.sync 0;"
+    assert products_before_barrier(store + fence + barrier + product + barrier) == [0]
+    assert products_before_barrier(store + fence + product + product + barrier) == [2]
+    assert products_before_barrier(store + barrier + fence + product + barrier) == []
+
+
+@pytest.mark.parametrize(("dim", "block_k", "by_tma"), [(128, 128, True), (64, 128, True), (128, 64, False)])
+def test_backward_kernel_adds_dq_in_wide_operations(dim: int, block_k: int, by_tma: bool) -> None:
+    """By TMA for 128 keys, four numbers at a time from registers for 64."""
+    ptx = compile_variant(Variant(backward=True, dim=dim, block_k=block_k, grads="bf16", tail=False)).ptx
+    assert ("cp.reduce.async.bulk.tensor" in ptx) == by_tma
+    assert ("red.relaxed.gpu.global.add.v4.f32" in ptx) != by_tma
 
 
 if __name__ == "__main__":

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from dbsp_megatron.kernels.block_sparse_attention import hopper_launch
-from dbsp_megatron.kernels.block_sparse_attention.hopper_launch import check_call, check_lists, query_groups, supports
+from dbsp_megatron.kernels.block_sparse_attention.hopper_launch import (
+    backward_config,
+    check_call,
+    check_lists,
+    query_groups,
+    supports,
+)
 from dbsp_megatron.kernels.block_sparse_attention.lists import build_lists
 from tests.reference import random_blocks
 
@@ -95,6 +101,19 @@ def test_check_heads_names_what_does_not_belong_together() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             hopper_launch.check_heads(q, k, v, kv_index)
+
+
+@pytest.mark.parametrize(
+    ("dim", "block_k", "consumers", "stages"),
+    [(128, 128, 2, 3), (96, 128, 2, 3), (64, 128, 1, 2), (128, 64, 1, 2), (96, 64, 1, 2), (64, 64, 1, 2)],
+)
+def test_backward_config_pairs_warpgroups_for_128_wide_keys(
+    dim: int, block_k: int, consumers: int, stages: int
+) -> None:
+    for block_q in (64, 128):
+        config = backward_config(dim, block_q, block_k)
+        assert (config.num_consumers, config.num_slots) == (consumers, stages)
+        assert config.blocks_per_tile * 64 == block_q
 
 
 def test_query_groups_needs_a_transpose() -> None:
