@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from dbsp_megatron.comm.agree import digest_int
@@ -102,6 +102,12 @@ class SequenceParallelConfig:
             raise ValueError(f"sp.reward must be >= 0, got {self.reward}")
         if not self.replan_gain >= 0:
             raise ValueError(f"sp.replan_gain must be >= 0, got {self.replan_gain}")
+
+    @property
+    def described(self) -> str:
+        """Settings that are not the defaults, for messages."""
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(changed) or "defaults"
 
     @property
     def digest(self) -> int:

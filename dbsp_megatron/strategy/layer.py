@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.comm.transfer import HostCopy
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups
@@ -26,6 +26,7 @@ from dbsp_megatron.strategy.base import SequenceParallelStrategy
 from dbsp_megatron.strategy.calibration import MeshCalibrators
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
+from dbsp_megatron.strategy.consensus import call_beliefs, plan_belief
 from dbsp_megatron.strategy.counts import (
     CountsAsked,
     LayerCounts,
@@ -103,15 +104,8 @@ class LayerRunner:
         if call is not None:
             orders, fault = self._reorder.orders_of(call)
             problem = problem or fault
-        beliefs = {
-            "tensor shapes, dtype, layout, grid and scale": call.shape_digest if call else 0,
-            "whether gradients are needed": int(call.needs_grad) if call else 0,
-            "mask": call.mask_digest if call else 0,
-            "layer and step": digest_int(layer, step),
-            "partition plan": digest_int(plan.digest) if plan else 0,
-        }
         try:
-            agree(where, problem, beliefs, self.groups.control_group)
+            agree(where, problem, call_beliefs(call, plan, orders, layer, step), self.groups.control_group)
         except ValueError:
             self.planning.refused()
             raise
@@ -199,7 +193,7 @@ class LayerRunner:
         rows, fault = predict_rows(call, method, self.groups.size, self.traffic)
         fault = fault or unfit
         # The plan is made from integers that all ranks were given alike, so it can differ only by a fault of ours.
-        beliefs = {"partition plan": digest_int(plan.digest) if plan else 0, **self.planning.choice_beliefs(call)}
+        beliefs = {"partition plan": plan_belief(plan), **self.planning.choice_beliefs(call)}
         agree(where, fault, beliefs, self.groups.control_group)
         if rows is None:
             raise ValueError(f"{where}: {fault}")
