@@ -61,7 +61,7 @@ class SequenceParallelConfig:
 
     memory_budget_mib: int | None = None
     """MiB that buffers and states of one attention layer may take on a rank; a plan estimated to need more gives way
-    to contiguous heads and blocks at home. None: no limit."""
+    to equal counts of heads and blocks at home, or to contiguous heads. None: no limit."""
 
     calibration: str | None = None
     """JSON file that tools/fit_latency.py measured on this machine, for strategy auto and exchange_chunks auto; None

@@ -95,7 +95,7 @@ class LayerRunner:
         before = self.traffic.bytes_sent
         counts = plan = peeked = None
         if call is not None and isinstance(call.mask, BlockMask):
-            counts = self._static_counts(call.mask, call.layout)
+            counts = self._static_counts(call.mask, call)
             peeked = self.planning.peek(call, counts.workload)
             if peeked is not None:
                 plan, fault = self._executable(call, peeked[0], where, counts)
@@ -217,7 +217,8 @@ class LayerRunner:
 
     def _asked(self, call: LayerCall) -> CountsAsked:
         heads = call.q.shape[2]
-        return CountsAsked(self.groups.size, call.q.shape[0], heads, self.strategy.needs_row_tiles(heads))
+        tiles = self.strategy.needs_row_tiles(heads)
+        return CountsAsked(self.groups.size, call.q.shape[0], heads, call.k.shape[2], tiles)
 
     def _plan_from_before(self, call: LayerCall) -> tuple[PartitionPlan | None, bool]:
         """The plan that the counts of the step before give; None when this layer has none yet."""
@@ -232,11 +233,12 @@ class LayerRunner:
             remember(self.latest, key, (underway.plan, counts))
         return self.planning.plan(call, None) if self.planning.knows(call) else (None, False)
 
-    def _static_counts(self, mask: BlockMask, layout: TokenLayout) -> LayerCounts:
-        key = (mask.digest, layout.key)
+    def _static_counts(self, mask: BlockMask, call: LayerCall) -> LayerCounts:
+        kv_heads = call.k.shape[2]
+        key = (mask.digest, call.layout.key, kv_heads)
         if key not in self._counts:
             mesh = self.strategy.ulysses_degree, self.strategy.ring_degree
-            remember(self._counts, key, counts_of_mask(mask, layout, *mesh))
+            remember(self._counts, key, counts_of_mask(mask, call.layout, *mesh, kv_heads))
         self._counts.move_to_end(key)
         return cast(LayerCounts, self._counts[key])
 
