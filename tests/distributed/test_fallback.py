@@ -99,6 +99,10 @@ def _skewed() -> BlockMask:
     return BlockMask(blocks, BLOCK, BLOCK, SEQLEN, SEQLEN)
 
 
+def _heads_by_rank(plan: PartitionPlan) -> list[list[int]]:
+    return [sorted({int(head) for head, _, _, owner in plan.head_items if owner == u}) for u in range(3)]
+
+
 def _budgets(rank: int, world_size: int, dynamic: bool) -> list[Any]:
     mask = _skewed()
     num_heads, batch = 5, 64
@@ -120,7 +124,7 @@ def _budgets(rank: int, world_size: int, dynamic: bool) -> list[Any]:
         if message != "accepted":
             continue
         plan = sp.layer_mask(0)[1]
-        results.append(bool(_stays(plan, num_heads, 3)))
+        results.append(_heads_by_rank(plan))
         if budget is None:
             shape = _shape(sp, inputs, mask, backward=False)
             home = fallback.stay_home(shape, layout, (3, 1))
@@ -145,10 +149,18 @@ class _Given(TopPMask):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_plan_over_the_budget_gives_way_or_raises_on_every_rank(dynamic: bool) -> None:
-    """Above the budget the plan is replaced; where contiguous heads need more too, one error everywhere (Trap B65)."""
+    """Above the budget heads are whole and as many on each rank as contiguous ones, but more even.
+
+    Where contiguous heads need more than the budget too, one error is raised everywhere (Trap B65).
+    """
     found = run_ranks(_budgets, 3, dynamic)
-    for accepted, stays, accepted_again, stays_then, message, _ in found:
-        assert (accepted, stays, accepted_again, stays_then) == ("accepted", False, "accepted", True)
+    for accepted, cut, accepted_again, whole, message, _ in found:
+        assert accepted == accepted_again == "accepted"
+        assert sum(map(len, cut)) > 5
+        assert sorted(head for heads in whole for head in heads) == list(range(5))
+        assert sorted(map(len, whole)) == [1, 2, 2]
+        # The dense head is alone.
+        assert [1] in whole
         assert message == found[0][4]
         assert message.startswith("ValueError")
         for words in ("sp.memory_budget_mib=1 ", "MiB", "sp.kv_gather_mib", "raise the budget", "mesh", "layer 0"):
