@@ -6,6 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
+from dbsp_megatron.parallel_state import moves_host_tensors
+
 
 class DeepSpeedMpu:
     """Groups of this rank under the names that Megatron gave them, as `deepspeed.initialize(mpu=...)` calls them.
@@ -22,7 +25,8 @@ class DeepSpeedMpu:
         tensor_group: ranks that share the matrices of a layer; None if they are not split.
 
     Raises:
-        ValueError: `torch.distributed` is not initialised, or a tensor-parallel group comes without a data group.
+        ValueError: `torch.distributed` is not initialised; on every rank: a group is none of this rank, a
+            tensor-parallel group comes without a data group, or ranks pass groups of other sizes.
     """
 
     def __init__(
@@ -30,12 +34,25 @@ class DeepSpeedMpu:
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("DeepSpeedMpu needs torch.distributed; call deepspeed.init_distributed() before")
-        if tensor_group is not None and data_group is None:
-            raise ValueError(
+        world: Any = dist.group.WORLD
+        problem = None
+        for name, group in (("data_group", data_group), ("tensor_group", tensor_group)):
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                problem = f"{name} must be a process group of this rank, got {group!r}: pass the one that it is in"
+        if problem is None and tensor_group is not None and data_group is None:
+            problem = (
                 "data_group must be given beside tensor_group, got None; the world holds ranks with other parts of the "
                 "model: make a group of the ranks with this part"
             )
-        world: Any = dist.group.WORLD
+        given = f"data_group {_size_text(data_group)}, tensor_group {_size_text(tensor_group)}"
+        groups = Belief(digest_int(given), lambda: given, "pass groups of one size on every rank, or None on all")
+        # Devices of ranks may not be set yet, so that NCCL could not be used.
+        control = world if moves_host_tensors(world) else dist.new_group(backend="gloo")
+        try:
+            agree("making DeepSpeedMpu", problem, {"groups": groups}, control)
+        finally:
+            if control is not world:
+                dist.destroy_process_group(control)
         self._data: dist.ProcessGroup = data_group or world
         self._tensor = tensor_group or _alone()
 
@@ -82,6 +99,10 @@ class DeepSpeedMpu:
     def get_pipeline_model_parallel_world_size(self) -> int:
         """There is one stage."""
         return 1
+
+
+def _size_text(group: object) -> str:
+    return f"of {group.size()} ranks" if isinstance(group, dist.ProcessGroup) else "none"
 
 
 def _alone() -> dist.ProcessGroup:

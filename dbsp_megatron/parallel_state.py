@@ -48,6 +48,23 @@ class SequenceParallelMesh:
         return self.ulysses_degree * self.ring_degree
 
 
+def members(group: dist.ProcessGroup) -> list[int]:
+    """World ranks of a group, before something is sent in it.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:
+        # A backend would wait for ever, abort, or exchange as if nothing had happened.
+        raise ValueError(
+            "a process group was destroyed that is still needed, by a backward pass for instance "
+            "(SequenceParallel.destroy, destroy_model_parallel or destroy_process_group was called too early): destroy "
+            "groups after the last backward pass, and make a new SequenceParallel to go on"
+        ) from error
+
+
 def moves_host_tensors(group: dist.ProcessGroup) -> bool:
     """Whether the group has a backend for CPU tensors (gloo, or gloo beside NCCL)."""
     return "cpu:" in dist.get_backend_config(group)
@@ -85,9 +102,9 @@ class SequenceParallelGroups:
         ready: dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] | None = None,
     ) -> None:
         self.group = group
+        self.ranks = [0] if group is None else members(group)
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._ready = dict(ready or {})
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if group is not None:
@@ -174,6 +191,20 @@ def hierarchical_sizes(ulysses_degree: int, ring_degree: int) -> list[int]:
     return [ulysses_degree, ring_degree]
 
 
+def context_parallel_group(pg_collection: Any) -> dist.ProcessGroup:
+    """The group of Megatron's collection whose ranks share a sequence.
+
+    Raises:
+        ValueError: it has none.
+    """
+    group: dist.ProcessGroup | None = getattr(pg_collection, "cp", None)
+    if group is None:
+        raise ValueError(
+            "pg_collection.cp is missing: initialise megatron.core parallel_state with context_parallel_size"
+        )
+    return group
+
+
 def groups_from_megatron(pg_collection: Any) -> SequenceParallelGroups:
     """Groups inside Megatron's context-parallel group, reusing its hierarchical groups where they fit.
 
@@ -184,11 +215,7 @@ def groups_from_megatron(pg_collection: Any) -> SequenceParallelGroups:
     Raises:
         ValueError: the collection has no context-parallel group.
     """
-    group = getattr(pg_collection, "cp", None)
-    if group is None:
-        raise ValueError(
-            "pg_collection.cp is missing: initialise megatron.core parallel_state with context_parallel_size"
-        )
+    group = context_parallel_group(pg_collection)
     levels = list(getattr(pg_collection, "hcp", None) or [])
     ready = {}
     if len(levels) == 2 and min(level.size() for level in levels) > 1:

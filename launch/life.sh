@@ -47,7 +47,13 @@ begin_life() { # RESTARTS
     number=$((number + 1))
   done
   export RUN_LIFE=$number RUN_LIFE_DIR=$RUN_STATE/logs/life_$number RUN_STOP_FILE=$RUN_STATE/stop.$number
-  DONE_BEFORE=$(done_mark)
+  DONE_BEFORE=$(done_mark) CALIBRATED_BEFORE=
+  if [[ -e $RUN_FOLDER/calibration.json ]]; then CALIBRATED_BEFORE=yes; fi
+  # Set when training itself is started.
+  TRAINING=
+  # The life before was ended by a signal while it measured, and had nothing to show for it.
+  MEASURED_IN_VAIN=
+  if [[ -e $RUN_STATE/logs/life_$((number - 1))/measured_in_vain ]]; then MEASURED_IN_VAIN=yes; fi
   FIRST_CHECKPOINT=$(newest_checkpoint)
   say "life $number of $RUN_FOLDER: ${RUN_NODES} x ${RUN_PROCS} processes, restart $RUN_RESTARTS of at most $RUN_MAX_REQUEUES," \
     "from ${FIRST_CHECKPOINT:-the start}, logs in $RUN_LIFE_DIR"
@@ -55,8 +61,10 @@ begin_life() { # RESTARTS
 
 # Decides by what lies in the run folder: a launcher's exit code says how the launcher ended, not how the work did.
 judge_life() { # CODE ASKED_TO_STOP(empty|requeue|stop): sets OUTCOME (done|requeue|failed|stopped) and EXIT_CODE
-  local code=$1 asked=$2 newest
+  local code=$1 asked=$2 newest progress=yes
   newest=$(newest_checkpoint)
+  # The first calibration is kept by the lives that follow, as checkpoints are.
+  if [[ $newest == "$FIRST_CHECKPOINT" ]] && [[ $CALIBRATED_BEFORE || ! -e $RUN_FOLDER/calibration.json ]]; then progress=; fi
   EXIT_CODE=$code
   if is_done; then
     OUTCOME="done"
@@ -64,15 +72,19 @@ judge_life() { # CODE ASKED_TO_STOP(empty|requeue|stop): sets OUTCOME (done|requ
     # Other codes: a rank found something wrong after it.
     if [[ $code -ge 128 || $asked ]]; then EXIT_CODE=0; fi
     say "done; the launcher ended with $code"
-  elif [[ $asked == requeue && $newest == "$FIRST_CHECKPOINT" ]]; then
+  elif [[ $asked == requeue && ! $progress && $TRAINING ]]; then
     OUTCOME=failed EXIT_CODE=75
     say "not requeued: no new checkpoint in this life; give more time, or a larger --signal-before"
+  elif [[ $asked == requeue && ! $progress && $MEASURED_IN_VAIN ]]; then
+    OUTCOME=failed EXIT_CODE=75
+    say "not requeued: two lives in a row ended before kernels and links were measured; give more time, or leave --calibrate out"
   elif [[ $asked == requeue ]] && ((RUN_RESTARTS >= RUN_MAX_REQUEUES)); then
     OUTCOME=stopped EXIT_CODE=75
-    say "not requeued: restarts $RUN_RESTARTS reached --max-requeues; submit again to go on from $newest"
+    say "not requeued: restarts $RUN_RESTARTS reached --max-requeues; submit again to go on from ${newest:-the start}"
   elif [[ $asked == requeue ]]; then
     OUTCOME=requeue
-    say "stopped with checkpoint $newest, to be requeued"
+    if [[ ! $progress ]]; then : >"$RUN_LIFE_DIR/measured_in_vain"; fi
+    say "stopped with ${newest:-no checkpoint yet}, to be requeued"
   elif [[ $asked == stop ]] || ((code == 0)); then
     OUTCOME=stopped
     say "stopped before the last step at ${newest:-no checkpoint}; submit again to go on"

@@ -40,18 +40,25 @@ run_task() { # NUMBER|none: sets EXIT_CODE
   while :; do
     asked='' pids=() EXIT_CODE=1
     begin_life "$restarts" || return
+    CODE=0
     if [[ $RUN_CALIBRATE == yes ]]; then
       say "measuring kernels and links"
       run_step calibrate "$RUN_NODES"
-      if ((CODE)) || [[ ! -e $RUN_FOLDER/calibration.json ]]; then judge_life "$CODE" "$asked"; return; fi
+      if ((!CODE)) && [[ ! -e $RUN_FOLDER/calibration.json ]]; then CODE=1; fi
     fi
-    : >>"$RUN_LIFE_DIR/rank_00000.log"
-    setsid tail -n +1 -F "$RUN_LIFE_DIR/rank_00000.log" 2>/dev/null &
-    follower=$!
-    run_step train "$RUN_NODES"
-    sleep 0.5
-    kill "$follower" 2>/dev/null
-    wait "$follower" 2>/dev/null
+    if [[ $asked ]]; then
+      CODE=0
+    elif ((!CODE)); then
+      # shellcheck disable=SC2034 # read by judge_life
+      TRAINING=yes
+      : >>"$RUN_LIFE_DIR/rank_00000.log"
+      setsid tail -n +1 -F "$RUN_LIFE_DIR/rank_00000.log" 2>/dev/null &
+      follower=$!
+      run_step train "$RUN_NODES"
+      sleep 0.5
+      kill "$follower" 2>/dev/null
+      wait "$follower" 2>/dev/null
+    fi
     judge_life "$CODE" "$asked"
     if [[ $OUTCOME == "done" ]]; then asked=''; fi
     if [[ $OUTCOME != requeue ]]; then return; fi
@@ -67,13 +74,18 @@ on_interrupt() {
     say "stopping after this step; Ctrl-C again ends at once"
     asked=stop
     : >"$RUN_STOP_FILE"
+    end_measuring
   fi
 }
 
 on_usr1() {
   asked=${asked:-requeue}
   : >"$RUN_STOP_FILE"
+  end_measuring
 }
+
+# Nothing in it looks for a stop file.
+end_measuring() { if [[ ! ${TRAINING-} ]]; then end_processes; fi; }
 
 on_term() {
   asked=stop

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from dbsp_megatron import __version__
 from dbsp_megatron.attention.engines import Engine, choose_engine
-from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.kernels.block_sparse_attention.lists import multiprocessors
 from dbsp_megatron.observability.environment import collect_environment, device_names
 from dbsp_megatron.plan.calibration import Calibration, KernelRate, LinkCurve, fit_curve, fit_rate
@@ -136,7 +136,9 @@ def _choose(name: str, shape: LaunchShape, ranks: Ranks) -> Engine:
         engine = choose_engine(name, shape.attention_class(ranks.device))
     except ValueError as error:
         problem = str(error)
-    agree("kernels", problem, {"attention engine": digest_int(engine.name) if engine else 0}, ranks.group)
+    taken = engine.name if engine else "none"
+    chosen = Belief(digest_int(taken), lambda: taken, "install the same packages on all nodes, or name an engine")
+    agree("kernels", problem, {"attention engine": chosen}, ranks.group)
     if engine is None:
         raise ValueError(problem)
     return engine
@@ -245,8 +247,10 @@ def calibrate(config: FitConfig, options: FitOptions, ranks: Ranks) -> None:
     """
     output = options.output
     problem = f"--output {output} is a folder: name a file in it" if output.is_dir() else None
-    flags = (sorted(asdict(config).items()), options.max_seconds, options.accept, options.fresh)
-    agree("fit_latency", problem, {"flags": digest_int(*flags)}, ranks.group)
+    flags = {**asdict(config), "max_seconds": options.max_seconds, "accept": options.accept, "fresh": options.fresh}
+    given = ", ".join(f"{name}={value}" for name, value in sorted(flags.items()))
+    same = Belief(digest_int(given), lambda: given, "start fit_latency with the same arguments on all ranks")
+    agree("fit_latency", problem, {"flags": same}, ranks.group)
     asked = product(config.engines, config.shapes())
     cases = [(_choose(name, shape, ranks), dtype, shape) for name, (dtype, shape) in asked]
     wanted = _wanted(config, cases, ranks)

@@ -53,11 +53,16 @@ def _peer_sizes(piece_sizes: Sequence[int], per_peer: Sequence[int]) -> list[int
     return [sum(piece_sizes[end - count : end]) for count, end in zip(per_peer, ends, strict=True)]
 
 
+def as_they_are(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of a rank that computes with all that it holds; the same objects where kernels can read them."""
+    # Kernels read strided tensors; only the head dim must be adjacent in memory.
+    return [x if x.stride(3) == 1 else x.contiguous() for x in xs]
+
+
 def start_to_owners(xs: Sequence[Tensor], sides: Sequence[Side], exchange: Exchange) -> Callable[[], list[Tensor]]:
     """Begin `to_owners`; the result waits, and gives the tensors."""
     if all(side.identity for side in sides):
-        # Kernels read strided tensors; only the head dim must be adjacent in memory.
-        here = [x.view_as(x) if x.stride(3) == 1 else x.contiguous() for x in xs]
+        here = as_they_are(xs)
         return lambda: here
     batch, dims = xs[0].shape[0], [x.shape[3] for x in xs]
     at_home = [side.at_home(x.shape[1], x.shape[2]) for x, side in zip(xs, sides, strict=True)]
@@ -98,11 +103,11 @@ def start_to_homes(
         sides: as there.
         local_shapes: as there.
         exchange: as there.
-        into: tensors of `local_shapes` in which the heads that come are set, and no others; None: new ones, in which
-            the others are 0.
+        into: contiguous tensors of `local_shapes` in which the heads that come are set, and no others; None: new ones,
+            in which the others are 0.
     """
     if all(side.identity for side in sides):
-        here = [x.view_as(x) for x in xs]
+        here = list(xs)
         if into is None:
             return lambda: here
         return lambda: [total.copy_(x) for total, x in zip(into, here, strict=True)]
@@ -117,13 +122,7 @@ def start_to_homes(
     totals = into
     if all(side.once for side in sides):
         return lambda: unpack(wait(), at_home, batch, dims, into=totals)
-
-    def add_copies() -> list[Tensor]:
-        for total, part, side in zip(totals, unpack_sum(wait(), at_home, batch, dims), sides, strict=True):
-            total.index_copy_(2, side.heads_at_home, part.index_select(2, side.heads_at_home))
-        return list(totals)
-
-    return add_copies
+    return lambda: unpack_sum(wait(), at_home, batch, dims, into=totals)
 
 
 def to_homes(
@@ -144,7 +143,10 @@ def to_homes(
 
 
 class ToOwners(torch.autograd.Function):
-    """q, k, v from homes to owners; the adjoint brings dq, dk, dv back and sums replicas."""
+    """q, k, v from homes to owners; the adjoint brings dq, dk, dv back and sums replicas.
+
+    Neither this nor `ToHomes` is for sides that are all `identity`: see `as_they_are`.
+    """
 
     @staticmethod
     def forward(

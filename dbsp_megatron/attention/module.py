@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
@@ -74,18 +75,25 @@ class DualBalancedAttention(MegatronModule):
             [s, B, h * D].
 
         Raises:
-            ValueError: a mask, bias or packing that would have to be ignored.
+            ValueError: on every rank: one of them got a mask, bias or packing that would have to be ignored.
         """
-        for name, value_given in (("attention_mask", attention_mask), *options.items()):
-            if name != "attn_mask_type" and value_given is not None:
-                raise ValueError(
-                    f"DualBalancedAttention got {name}={type(value_given).__name__}, which it does not apply: pass the "
-                    "pattern as sp.use(mask=BlockMask(...))"
-                )
-        mask_type = getattr(options.get("attn_mask_type"), "name", "no_mask")
-        if mask_type not in ("no_mask", "arbitrary"):
-            raise ValueError(f"attn_mask_type={mask_type} is not supported by DualBalancedAttention: use no_mask")
         sp = get_sequence_parallel() if self._sp[0] is None else self._sp[0]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = sp.attention_in_context(q, k, v, layer=self.layer_index, scale=self.softmax_scale)
+        # The other ranks are about to meet in this call: what is wrong here is told to them.
+        problem = _cannot_apply({"attention_mask": attention_mask, **options})
+        out = sp.attention_in_context(q, k, v, layer=self.layer_index, scale=self.softmax_scale, problem=problem)
         return out.transpose(0, 1).flatten(2)
+
+
+def _cannot_apply(given: Mapping[str, Any]) -> str | None:
+    """Why an argument of Megatron would have to be ignored."""
+    for name, value in given.items():
+        if name != "attn_mask_type" and value is not None:
+            return (
+                f"DualBalancedAttention got {name}={type(value).__name__}, which it does not apply: pass the pattern "
+                "as sp.use(mask=BlockMask(...))"
+            )
+    mask_type = getattr(given.get("attn_mask_type"), "name", "no_mask")
+    if mask_type not in ("no_mask", "arbitrary"):
+        return f"attn_mask_type={mask_type} is not supported by DualBalancedAttention: use no_mask"
+    return None

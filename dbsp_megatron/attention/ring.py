@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.chunks import ChunkRoute, ChunkStream, GradientStream, Ring
 from dbsp_megatron.attention.engines import BlockPattern, Engine, engine_reading
+from dbsp_megatron.comm.own_tensor import own_tensor
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
 
 
@@ -154,7 +155,7 @@ class RingAttention(torch.autograd.Function):
         """Run it."""
         work = replace(work, engine=engine_reading(work.engine, q, k, v))
         out, lse = ring_forward(q, k, v, work)
-        out = out.to(q.dtype)
+        out = own_tensor(out.to(q.dtype))
         ctx.save_for_backward(q, k, v, out, lse, plan_tensor(work.plan))
         ctx.work = work
         return out

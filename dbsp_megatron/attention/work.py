@@ -81,17 +81,13 @@ class Side:
     """The tensor here is the tensor at home: this rank talks to nobody and computes with all that it holds."""
     partial: bool
     """Some (row, head) of the tensor here comes from nobody: other ranks compute the other rows of a cut head."""
-    heads_at_home: Tensor
-    """int64, heads of the tensor at home that go anywhere, ascending."""
     once: bool
-    """Each (row, head) of them goes to one owner: nothing has to be summed on the way back."""
+    """Each (row, head) of the heads that go anywhere goes to one owner: nothing has to be summed on the way back."""
 
     def to(self, device: torch.device) -> Side:
         """The same indices on a device."""
-        heads, at_home = (to_device(x, device) for x in (self.heads, self.heads_at_home))
-        return replace(
-            self, send=self.send.to(device), receive=self.receive.to(device), heads=heads, heads_at_home=at_home
-        )
+        heads = to_device(self.heads, device)
+        return replace(self, send=self.send.to(device), receive=self.receive.to(device), heads=heads)
 
     def padded(self, send: list[int], receive: list[int]) -> Side:
         """As many pieces for each peer as said, so that this side shares a buffer with another one."""
@@ -266,7 +262,7 @@ class WorkIndex:
             and send.tokens[0].numel() == receive.tokens[0].numel() == len(local) == len(tokens)
             and len(heads) == num_heads == send.heads[0].numel()
         )
-        at_home = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(x.numpy() for x in send.heads)]))
+        num_heads_sent = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(x.numpy() for x in send.heads)])).size
         num_sent = sum(rows.numel() * those.numel() for rows, those in zip(send.tokens, send.heads, strict=True))
         return Side(
             send,
@@ -275,8 +271,7 @@ class WorkIndex:
             len(tokens),
             identity,
             partial,
-            heads_at_home=_tensor(at_home),
-            once=num_sent == len(local) * len(at_home),
+            once=num_sent == len(local) * num_heads_sent,
         )
 
     def on(self, device: torch.device) -> WorkIndex:

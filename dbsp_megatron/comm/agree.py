@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -10,12 +13,83 @@ import torch.distributed as dist
 from dbsp_megatron.comm.collectives import gather_vectors
 
 _TEXT_BYTES = 1024
+_SHOWN_CHARACTERS = 300
+_MAX_BELIEFS = 6
+"""With more the gathered row would be longer than that of other calls, and ranks in different calls would wait."""
+_MAX_RANKS = 8
+_MAX_VALUES = 4
+"""Different values that a message tells, and ranks that have one of them."""
 
 
 def digest_int(*parts: object) -> int:
     """63-bit hash of the parts' repr, equal across processes and PYTHONHASHSEED."""
     raw = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(raw, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Belief:
+    """Something that must be equal on all ranks."""
+
+    value: int
+    """What is compared: the thing itself, or `digest_int` of it."""
+    shown: Callable[[], str]
+    """The thing in words; asked for only if ranks differ."""
+    remedy: str
+    """What to do about a difference."""
+
+
+def agree(where: str, problem: str | None, beliefs: Mapping[str, Belief], group: dist.ProcessGroup | None) -> None:
+    """Make sure that no rank has a problem and that all believe the same.
+
+    One gather of a few integers, on the host; of texts too, if something is wrong. Ranks that meet here from different
+    calls learn of it as well.
+
+    Args:
+        where: what is about to happen, for the message ("attention layer 3, step 10").
+        problem: this rank's own error, or None.
+        beliefs: by name, what must be equal on all ranks; at most 6.
+        group: ranks that must agree, best one whose backend moves CPU tensors. None for a single rank.
+
+    Raises:
+        ValueError: the same on every rank: a rank has a problem, or beliefs differ.
+    """
+    if group is None or group.size() == 1:
+        if problem:
+            raise ValueError(problem)
+        return
+    names = tuple(beliefs)
+    if len(names) > _MAX_BELIEFS:
+        raise RuntimeError(f"{where}: ranks compare at most {_MAX_BELIEFS} things at a time, got {len(names)}")
+    values = [belief.value for belief in beliefs.values()]
+    row = [0 if problem is None else 1, _digest_of_names(names), *values, *[0] * (_MAX_BELIEFS - len(values))]
+    rows = gather_vectors(torch.tensor(row, dtype=torch.int64), group)
+    if bool((rows == rows[0]).all()) and not bool(rows[0, 0]):
+        return
+    ranks = dist.get_process_group_ranks(group)
+    if bool(rows[:, 0].any()):
+        _raise_problem(where, problem, rows[:, 0].tolist(), ranks, group)
+    if len(set(rows[:, 1].tolist())) > 1:
+        places = _gather_texts(where, group)
+        raise ValueError(
+            f"ranks are in different calls ({_by_value(rows[:, 1].tolist(), places, ranks)}): make every rank run the "
+            "same calls in the same order"
+        )
+    column = next(i for i in range(2, rows.shape[1]) if len(set(rows[:, i].tolist())) > 1)
+    name = names[column - 2]
+    texts = _gather_texts(f"{where}\n{beliefs[name].shown()[:_SHOWN_CHARACTERS]}", group)
+    # The place as the first rank sees it, so that the message is one.
+    place, *_ = texts[0].split("\n", 1)
+    shown = [text.split("\n", 1)[1] for text in texts]
+    raise ValueError(
+        f"{place}: ranks disagree about {name} ({_by_value(rows[:, column].tolist(), shown, ranks)}): "
+        f"{beliefs[name].remedy}"
+    )
+
+
+@cache
+def _digest_of_names(names: tuple[str, ...]) -> int:
+    return digest_int(*names)
 
 
 def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
@@ -26,38 +100,37 @@ def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def agree(where: str, problem: str | None, beliefs: dict[str, int], group: dist.ProcessGroup | None) -> None:
-    """Make sure that no rank has a problem and that all believe the same.
+def _raise_problem(
+    where: str, problem: str | None, has_one: Sequence[int], ranks: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    texts = _gather_texts(f"{where}\n{problem or ''}", group)
+    first = next(i for i, flag in enumerate(has_one) if flag)
+    place, text = texts[first].split("\n", 1)
+    others = [other.split("\n", 1)[1] for other in texts]
+    alike = [rank for rank, flag, other in zip(ranks, has_one, others, strict=True) if flag and other == text]
+    notes = [place] if place else []
+    # What all ranks did wrong is no one's in particular.
+    if len(alike) < len(ranks):
+        notes.append(_named(alike))
+    raise ValueError(f"{text} [{', '.join(notes)}]" if notes else text)
 
-    One gather of len(beliefs) + 1 integers, on the host. Every rank must call it with the same belief names.
 
-    Args:
-        where: what is about to happen, for the message ("attention layer 3, step 10").
-        problem: this rank's own error, or None.
-        beliefs: name -> integer (or `digest_int`) that must be equal on all ranks.
-        group: ranks that must agree, best one whose backend moves CPU tensors. None for a single rank.
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_MAX_RANKS])) + " ..." * (len(ranks) > _MAX_RANKS)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
-    Raises:
-        ValueError: on every rank alike: a rank has a problem, or beliefs differ.
-    """
-    if group is None or group.size() == 1:
-        if problem:
-            raise ValueError(problem)
-        return
-    row = torch.tensor([0 if problem is None else 1, *beliefs.values()], dtype=torch.int64)
-    rows = gather_vectors(row, group)
-    ranks = dist.get_process_group_ranks(group)
-    if bool(rows[:, 0].any()):
-        texts = _gather_texts(problem or "", group)
-        first = next(i for i, text in enumerate(texts) if rows[i, 0])
-        raise ValueError(f"{texts[first]} [{where}, rank {ranks[first]}]" if where else texts[first])
-    for column, name in enumerate(beliefs, start=1):
-        values = rows[:, column].tolist()
-        if len(set(values)) > 1:
-            common = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
-            odd = [ranks[i] for i, value in enumerate(values) if value != common]
-            prefix = f"{where}: " if where else ""
-            raise ValueError(
-                f"{prefix}ranks disagree about {name} (rank(s) {odd} differ from rank {ranks[values.index(common)]}): "
-                f"give every rank the same {name}"
-            )
+
+def _by_value(values: Sequence[int], texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Which ranks have which value, those of the first rank first."""
+    found: dict[int, list[int]] = {}
+    for index, value in enumerate(values):
+        found.setdefault(value, []).append(index)
+    parts = []
+    for value, members in found.items():
+        text = texts[members[0]]
+        # Different things may look alike where the words leave something out.
+        if sum(texts[others[0]] == text for others in found.values()) > 1:
+            text = f"{text} (digest {value:x})"
+        parts.append(f"{_named([ranks[i] for i in members])}: {text}")
+    rest = len(parts) - _MAX_VALUES
+    return "; ".join(parts[:_MAX_VALUES]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,6 +1,7 @@
 """Uneven all-to-all, uneven row gather and swaps between two ranks on raw tensors; no autograd here.
 
-Every function takes the group it works on, never changes its inputs, and sends contiguous copies of strided inputs.
+Every function takes the group it works on, never changes its inputs, and sends contiguous copies of strided inputs. All
+raise ValueError if the group was destroyed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.parallel_state import moves_host_tensors
+from dbsp_megatron.parallel_state import members, moves_host_tensors
 
 
 def all_to_all_flat(
@@ -44,6 +45,7 @@ class FlatSwap:
     def __init__(
         self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: dist.ProcessGroup
     ) -> None:
+        members(group)
         # Kept until `wait`, as is the work, or its memory could be given to others while it is read.
         self._send: Tensor | None = send
         self._received = send.new_empty(sum(recv_sizes))
@@ -72,6 +74,7 @@ def gather_rows(x: Tensor, rows_per_rank: Sequence[int], dim: int, group: dist.P
     Returns:
         The whole tensor, on every rank.
     """
+    members(group)
     longest = max(rows_per_rank)
     rows = x.movedim(dim, 0)
     # gloo gathers equal shapes only; the rows past a rank's own length are never read.
@@ -88,6 +91,7 @@ def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     A host vector travels through the current CUDA device if the group moves nothing else, which waits for the device.
     """
+    members(group)
     home = x.device
     if home.type == "cpu" and not moves_host_tensors(group):
         x = x.to(torch.device("cuda", torch.cuda.current_device()))
@@ -109,7 +113,7 @@ class PeerSwap:
     def __init__(self, send: Tensor, receive_size: int, group: dist.ProcessGroup, shift: int) -> None:
         self._send = send.contiguous()
         self._received = send.new_empty(receive_size)
-        ranks = dist.get_process_group_ranks(group)
+        ranks = members(group)
         me = dist.get_rank(group)
         target, source = ranks[(me + shift) % len(ranks)], ranks[(me - shift) % len(ranks)]
         ops = []

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsp_megatron.comm.own_tensor import own_tensor
 from dbsp_megatron.dsp.group import DspGroup
 
 
@@ -73,9 +74,9 @@ def pack(x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
 
 
 def unpack(flat: Tensor, shape: Sequence[int], dim: int, lengths: Sequence[int]) -> Tensor:
-    """Inverse of `pack`: a contiguous tensor of the shape; shares memory with `flat` where nothing had to be copied."""
+    """Inverse of `pack` for a buffer that is not used again: a contiguous tensor, in its memory where that will do."""
     if math.prod(shape[:dim]) == 1:
-        return flat.view(list(shape))
+        return own_tensor(flat.view(list(shape)))
     x = flat.new_empty(list(shape))
     for block, place in _blocks(x, flat, dim, lengths):
         block.copy_(place)
@@ -93,6 +94,7 @@ class Flight:
 
     def __init__(self, x: Tensor, move: Move, *, wait: bool) -> None:
         group, me = move.group, move.group.rank
+        group.check_alive()
         self._move = move
         self._shape = list(x.shape)
         self._shape[move.from_dim] = sum(move.from_lengths)
@@ -131,6 +133,7 @@ def join_pieces(x: Tensor, group: DspGroup, dim: int, lengths: Sequence[int]) ->
     Pieces that differ are filled up to the longest one on the wire, as gloo gathers equal sizes only; switches never
     are.
     """
+    group.check_alive()
     shape = list(x.shape)
     shape[dim] = sum(lengths)
     rest = math.prod(n for other, n in enumerate(x.shape) if other != dim)
@@ -147,6 +150,7 @@ def join_pieces(x: Tensor, group: DspGroup, dim: int, lengths: Sequence[int]) ->
 
 def sum_pieces(x: Tensor, group: DspGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """This rank's piece of the sum of all ranks' tensors; half precision is added in fp32."""
+    group.check_alive()
     me = group.rank
     sent = [x.numel() // sum(lengths) * length if x.numel() else 0 for length in lengths]
     flat = x.new_empty(sent[me] * group.size)

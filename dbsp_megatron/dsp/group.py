@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from dbsp_megatron.comm.agree import agree
+from dbsp_megatron.comm.agree import Belief, agree
 from dbsp_megatron.dsp.layout import Axis
-from dbsp_megatron.parallel_state import moves_host_tensors
+from dbsp_megatron.parallel_state import members, moves_host_tensors
 
 
 @dataclass
@@ -84,6 +85,7 @@ class DspGroup:
                 "take itself for alone: pass dist.group.WORLD, or a group of this rank if it shall be alone"
             )
         self.group = group
+        self.check_alive()
         size = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
         self.axis = Axis(name or ("single" if group is None else group.group_name), size)
@@ -103,7 +105,12 @@ class DspGroup:
         """This rank's place on the axis."""
         return {self.axis.name: self.rank}
 
-    def agree(self, where: str, problem: str | None, beliefs: dict[str, int], *, always: bool = False) -> None:
+    def check_alive(self) -> None:
+        """Raise ValueError if the process group was destroyed."""
+        if self.group is not None:
+            members(self.group)
+
+    def agree(self, where: str, problem: str | None, beliefs: Mapping[str, Belief], *, always: bool = False) -> None:
         """Raise the same ValueError on all ranks if one has a problem or they differ; see `comm.agree.agree`.
 
         Args:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from dbsp_megatron.comm.agree import Belief
 from dbsp_megatron.dsp.group import DspGroup, Traffic
 from dbsp_megatron.dsp.layout import Axis
 from dbsp_megatron.dsp.stages import Link
@@ -57,7 +58,7 @@ class DspMesh:
         """The axes, outermost first."""
         return tuple(group.axis for group in self.groups.values())
 
-    def agree(self, where: str, problem: str | None, beliefs: dict[str, int]) -> None:
+    def agree(self, where: str, problem: str | None, beliefs: Mapping[str, Belief]) -> None:
         """Raise a ValueError on all ranks of the mesh if one has a problem or they differ.
 
         Raises:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.dsp.exchange import Move, take_piece
 from dbsp_megatron.dsp.functions import Gather, GatherCopies, Slot, Split, Start, Switch, Wait
 from dbsp_megatron.dsp.group import DspGroup, as_dsp_group
@@ -60,7 +60,8 @@ def switch(
         length: whole length of `from_dim`, needed where x carries no tag because an operation made it.
 
     Returns:
-        This rank's part in the new layout, contiguous, tagged. The adjoint is the switch back.
+        This rank's part in the new layout, contiguous, tagged. The adjoint is the switch back. In a group of one, or
+        with equal dims, a view of x; else with memory of its own.
 
     Raises:
         ValueError: on every rank: layouts, dims or shapes do not fit, or ranks disagree.
@@ -163,7 +164,7 @@ def gather(x: Tensor, group: AnyGroup, dim: int, *, length: int | None = None, g
             `partial`, to be summed as each rank computes a part of the loss (sends pieces in the backward pass).
 
     Returns:
-        A tensor equal on all ranks of the group, tagged.
+        A tensor equal on all ranks of the group, tagged, with memory of its own (a view in a group of one).
 
     Raises:
         ValueError: on every rank: x is not cut by this group along `dim`, or ranks disagree.
@@ -247,16 +248,26 @@ def _agreed(
 ) -> _T:
     """What `prepare` returns, if it does on every rank and all ranks are about to do the same."""
     problem, plan = None, None
+    layout, dtype, needs_grad, shown = 0, "", False, ""
     try:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{where}: x must be a tensor, got {type(x).__name__}: pass this rank's part")
         plan = prepare()
+        after, *rest = key(plan)
+        layout = digest_int(after.layout.key_for(group.axis), *rest)
+        shown = f"{after.layout} after it, {', '.join(map(str, rest))}"
+        dtype, needs_grad = str(x.dtype).removeprefix("torch."), x.requires_grad and torch.is_grad_enabled()
     except ValueError as error:
         problem = str(error)
-    beliefs = dict.fromkeys(("layout", "dtype", "requires_grad"), 0)
-    if plan is not None:
-        after, *rest = key(plan)
-        beliefs["layout"] = digest_int(after.layout.key_for(group.axis), *rest)
-        beliefs["dtype"] = digest_int(str(x.dtype))
-        beliefs["requires_grad"] = int(x.requires_grad and torch.is_grad_enabled())
+    beliefs = {
+        "layout": Belief(
+            layout, lambda: shown, "call it with parts of one tensor, the same dims and the same kind of gradient"
+        ),
+        "dtype": Belief(digest_int(dtype), lambda: dtype, "convert x to one dtype on all ranks"),
+        "requires_grad": Belief(
+            int(needs_grad), lambda: str(needs_grad), "run all ranks in the same grad mode, on tensors made alike"
+        ),
+    }
     group.agree(where, problem, beliefs)
     if plan is None:
         raise RuntimeError(f"{where}: a problem was not raised")

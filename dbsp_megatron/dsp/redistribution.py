@@ -56,6 +56,7 @@ class _Redistribute(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: _Route) -> Tensor:
         ctx.route = route
+        route.group.check_alive()
         me = route.group.rank
         mine, new = route.before[me], route.after[me]
         outgoing = [overlap(mine, other) for other in route.after]

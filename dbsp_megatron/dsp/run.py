@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.compat import in_backward
 from dbsp_megatron.dsp.exchange import Move
 from dbsp_megatron.dsp.functions import Gather, GatherCopies, Split, Switch
@@ -214,7 +214,11 @@ class DspRun:
                 self.layout = known[1]
         if self._session.check_stages:
             cuts = [[axis.size for axis in axes] for layout in known for axes in layout.shards]
-            facts = digest_int(name, cuts, str(xs[0].dtype))
+            facts = Belief(
+                digest_int(name, cuts, str(xs[0].dtype)),
+                lambda: f"stage {name!r}, {known[0]} to {known[1]}, {xs[0].dtype}",
+                "run the same stages in the same order, with the same dtype, on all ranks",
+            )
             self._session.mesh.agree(f"dsp: stage {name!r}", None, {"stage, layout and dtype": facts})
         return known
 

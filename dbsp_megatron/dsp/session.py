@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.planner import cheapest_moves, plan_stages
@@ -108,7 +108,15 @@ class DspSession:
                 plan = self.plan(lengths)
             except ValueError as error:
                 problem = str(error)
-        whole = digest_int(sorted(lengths.items()), sorted((sizes or {}).items()))
-        planned = 0 if plan is None else plan.digest
-        self.mesh.agree("dsp: begin of a pass", problem, {"lengths": whole, "stages": planned})
+        whole = f"{dict(sorted(lengths.items()))}, sizes {dict(sorted((sizes or {}).items()))}"
+        stages = [] if plan is None else list(plan.by_name)
+        beliefs = {
+            "lengths": Belief(digest_int(whole), lambda: whole, "pass the lengths of one sample to all ranks"),
+            "stages": Belief(
+                0 if plan is None else plan.digest,
+                lambda: f"{len(stages)} stages {', '.join(stages[:4])} ..." if stages else "none recorded yet",
+                "declare the same stages on all ranks, or call session.forget() on all of them",
+            ),
+        }
+        self.mesh.agree("dsp: begin of a pass", problem, beliefs)
         return DspRun(self, plan, {name: lengths[name] for name in self.grid}, dict(sizes or {}))

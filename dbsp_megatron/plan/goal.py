@@ -37,7 +37,7 @@ class Goal:
     """What it costs to compute a row away from home (q there, output back), in dense blocks. 24 is about one H200 and
     its NVLink at blocks of 64 x 64 and head dim 128."""
     num_kv_heads: int | None = None
-    """K/V heads Hkv that query heads share; None is one for each head."""
+    """K/V heads Hkv that query heads share; None takes what the workload says."""
     speeds: IntArray | None = None
     """int64 [P], relative speed of every rank; None is equal speed."""
     predict: PREDICT | None = None

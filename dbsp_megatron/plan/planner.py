@@ -173,7 +173,7 @@ class _Job:
                 return home
             return min(home, self.moved(home, "minimal_move"), key=self.excess)
         speeds = None if self.goal.speeds is None else self.speeds.sum(axis=1)
-        kv_heads = self.goal.num_kv_heads
+        kv_heads = self.workload.num_kv_heads if self.goal.num_kv_heads is None else self.goal.num_kv_heads
         if head_policy == "split":
             if tolerance is None:
                 # Between ring ranks the rest of the tolerance is left to the blocks.

@@ -43,6 +43,8 @@ class Workload:
     """bool [B, H, Nq, Nk], the mask itself; needed only for plans that move k-blocks (policy `paper`)."""
     row_tiles: NDArray[np.int32] | None = None
     """int32 [H, Nq, P], dense blocks of each row by home of the k-block; needed to cut heads and to move q-blocks."""
+    num_kv_heads: int | None = None
+    """K/V heads Hkv that query heads share, for plans to keep together; None is one for each head."""
 
     def __post_init__(self) -> None:
         num_ranks = checked_count("num_ranks", self.num_ranks)
@@ -82,6 +84,11 @@ class Workload:
             ("col_blocks", columns),
         ):
             object.__setattr__(self, name, value)
+        if self.num_kv_heads is not None and num_heads % checked_count("num_kv_heads", self.num_kv_heads):
+            raise ValueError(
+                f"num_kv_heads must divide the {num_heads} query heads, got {self.num_kv_heads}; pass the K/V heads of "
+                "the layer"
+            )
         self._check_sums()
 
     def _check_sums(self) -> None:
@@ -161,6 +168,7 @@ class Workload:
         """Tells whether another workload would lead to the same plan, apart from plans that move k-blocks."""
         return self is other or (
             self.num_ranks == other.num_ranks
+            and self.num_kv_heads == other.num_kv_heads
             and np.array_equal(self.head_blocks, other.head_blocks)
             and np.array_equal(self.q_home, other.q_home)
             and np.array_equal(self.k_home, other.k_home)
@@ -171,7 +179,9 @@ class Workload:
         )
 
     @staticmethod
-    def from_mask(mask: BlockMask, q_home: IntArray, k_home: IntArray, num_ranks: int) -> Workload:
+    def from_mask(
+        mask: BlockMask, q_home: IntArray, k_home: IntArray, num_ranks: int, num_kv_heads: int | None = None
+    ) -> Workload:
         """Counts a block mask; the batch entries are summed.
 
         Args:
@@ -179,6 +189,7 @@ class Workload:
             q_home: int64 [Nq], sp rank of each q-block.
             k_home: int64 [Nk], sp rank of each k-block.
             num_ranks: Sequence-parallel degree P.
+            num_kv_heads: K/V heads that query heads share; None is one for each.
 
         Returns:
             The workload, which keeps the mask in `blocks`.
@@ -186,7 +197,7 @@ class Workload:
         Raises:
             ValueError: if homes do not fit the mask or the number of ranks.
         """
-        return Workload.from_blocks(mask.numpy(), q_home, k_home, num_ranks)
+        return Workload.from_blocks(mask.numpy(), q_home, k_home, num_ranks, num_kv_heads)
 
     @staticmethod
     def from_head_blocks(head_blocks: IntArray, q_home: IntArray, k_home: IntArray, num_ranks: int) -> Workload:
@@ -212,7 +223,13 @@ class Workload:
         return Workload(rows, tiles, None, q_home, k_home, num_ranks)
 
     @staticmethod
-    def from_blocks(blocks: NDArray[np.bool_], q_home: IntArray, k_home: IntArray, num_ranks: int) -> Workload:
+    def from_blocks(
+        blocks: NDArray[np.bool_],
+        q_home: IntArray,
+        k_home: IntArray,
+        num_ranks: int,
+        num_kv_heads: int | None = None,
+    ) -> Workload:
         """Counts blocks bool [B, H, Nq, Nk] on the host; see `from_mask`."""
         num_heads, num_q_blocks, num_k_blocks = blocks.shape[1:]
         num_ranks = checked_count("num_ranks", num_ranks)
@@ -227,7 +244,7 @@ class Workload:
                 columns += np.count_nonzero(head_blocks, axis=0)
         rows[:] = row_tiles.sum(axis=2)
         tiles = tiles_of_rows(row_tiles, q_home, num_ranks)
-        return Workload(rows, tiles, columns, q_home, k_home, num_ranks, blocks, row_tiles)
+        return Workload(rows, tiles, columns, q_home, k_home, num_ranks, blocks, row_tiles, num_kv_heads)
 
 
 def _equal_or_absent(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:

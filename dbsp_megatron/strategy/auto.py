@@ -66,7 +66,8 @@ class Auto(DualBalanced):
     def policies(self) -> tuple[str, str]:
         """Head and block policy of a `StrategySelector`."""
         moves = ("auto", "paper", "minimal_move", "step_aware")
-        return self.config.head_policy, self.config.block_policy if self.config.block_policy in moves else "home"
+        moved = self._has_ring and self.config.block_policy in moves
+        return self.config.head_policy, self.config.block_policy if moved else "home"
 
     @property
     def calibrates_layout(self) -> bool:

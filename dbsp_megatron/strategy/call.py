@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dbsp_megatron.attention.api import check_qkv
 from dbsp_megatron.attention.engines import Engine
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import digest_int
@@ -114,3 +115,50 @@ class LayerCall:
             return digest_int(self.mask.digest)
         # What a method needs decides what is exchanged.
         return digest_int(self.mask.describe(), self.mask.needs(self.layer, self.step))
+
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod | None, layout: TokenLayout, least_ring_degree: int
+) -> None:
+    """Checks what a rank passes to attention.
+
+    Args:
+        q: [B, s, H, D].
+        k: [B, s, Hkv, D].
+        v: [B, s, Hkv, Dv].
+        mask: the mask of the call.
+        layout: who holds which tokens.
+        least_ring_degree: the smallest R that the call may run on.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    check_qkv(q, k, v)
+    if not q.shape[1] == k.shape[1] == layout.num_local:
+        raise ValueError(
+            f"rank {layout.rank} holds {layout.num_local} of {layout.seqlen} tokens, q has {q.shape[1]} and k "
+            f"{k.shape[1]}: shard q, k, v with layout.shard(x, dim=1)"
+        )
+    if mask is None or isinstance(mask, MaskMethod):
+        return
+    if not isinstance(mask, BlockMask):
+        raise ValueError(
+            f"mask must be a BlockMask, a MaskMethod or None, got {type(mask).__name__}: other masks (dense bias, "
+            "window, causal flag) are not supported and never ignored"
+        )
+    if mask.num_heads != q.shape[2] or mask.batch_size not in (1, q.shape[0]):
+        raise ValueError(
+            f"mask has {mask.num_heads} heads and batch size {mask.batch_size}, q has {q.shape[2]} heads and batch "
+            f"size {q.shape[0]}: give one pattern per query head, and batch size 1 or {q.shape[0]}"
+        )
+    if not mask.seqlen_q == mask.seqlen_k == layout.seqlen:
+        raise ValueError(
+            f"mask is for seqlen_q={mask.seqlen_q}, seqlen_k={mask.seqlen_k}, the layout for {layout.seqlen} tokens"
+        )
+    for side in ("q", "k"):
+        size = getattr(mask, f"block_size_{side}")
+        if least_ring_degree > 1 and layout.block_size % size:
+            raise ValueError(
+                f"mask.block_size_{side}={size} must divide the layout's block_size={layout.block_size} when "
+                f"ring_degree > 1 (it is {least_ring_degree}): make the layout with a multiple of {size}"
+            )

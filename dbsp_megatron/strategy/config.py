@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from dbsp_megatron.comm.agree import digest_int
@@ -61,7 +61,7 @@ class SequenceParallelConfig:
 
     memory_budget_mib: int | None = None
     """MiB that buffers and states of one attention layer may take on a rank; a plan estimated to need more gives way
-    to contiguous heads and blocks at home. None: no limit."""
+    to equal counts of heads and blocks at home, or to contiguous heads. None: no limit."""
 
     calibration: str | None = None
     """JSON file that tools/fit_latency.py measured on this machine, for strategy auto and exchange_chunks auto; None
@@ -102,6 +102,12 @@ class SequenceParallelConfig:
             raise ValueError(f"sp.reward must be >= 0, got {self.reward}")
         if not self.replan_gain >= 0:
             raise ValueError(f"sp.replan_gain must be >= 0, got {self.replan_gain}")
+
+    @property
+    def described(self) -> str:
+        """Settings that are not the defaults, for messages."""
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(changed) or "defaults"
 
     @property
     def digest(self) -> int:

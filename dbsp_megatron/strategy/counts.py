@@ -29,10 +29,13 @@ class LayerCounts:
     density: float
 
 
-def counts_of_mask(mask: BlockMask, layout: TokenLayout, ulysses_degree: int, ring_degree: int) -> LayerCounts:
-    """Counts of a mask that every rank holds whole; no communication."""
+def counts_of_mask(
+    mask: BlockMask, layout: TokenLayout, ulysses_degree: int, ring_degree: int, num_kv_heads: int | None = None
+) -> LayerCounts:
+    """Counts of a mask that every rank holds whole, for a layer with `num_kv_heads`; no communication."""
     size = ulysses_degree * ring_degree
-    here = Workload.from_mask(mask, layout.homes_for(mask.block_size_q), layout.homes_for(mask.block_size_k), size)
+    homes = layout.homes_for(mask.block_size_q), layout.homes_for(mask.block_size_k)
+    here = Workload.from_mask(mask, *homes, size, num_kv_heads)
     plain = Workload.from_mask(
         mask,
         block_homes(mask.num_q_blocks, ulysses_degree, ring_degree, "contiguous"),
@@ -50,6 +53,7 @@ class CountsAsked:
     """Ranks P; the counts serve every mesh of them."""
     batch: int
     num_heads: int
+    num_kv_heads: int
     row_tiles: bool
     """Also the counts of every single row, for policies that cut heads or move q-blocks."""
 
@@ -114,7 +118,16 @@ def gather_counts(
     plain = block_homes(num, size, 1, "contiguous")
     possible = asked.batch * heads * num * num
     return LayerCounts(
-        Workload(row_blocks, tile_blocks, all_columns.sum(0).numpy(), layout.homes, layout.homes, size, blocks, by_row),
+        Workload(
+            row_blocks,
+            tile_blocks,
+            all_columns.sum(0).numpy(),
+            *(layout.homes, layout.homes),
+            size,
+            blocks,
+            by_row,
+            asked.num_kv_heads,
+        ),
         Workload(row_blocks, plain_blocks, None, plain, plain, size),
         float(row_blocks.sum() / possible) if possible else 0.0,
     )

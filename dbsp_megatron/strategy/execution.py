@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron.attention.chunks import Ring
-from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, to_owners
+from dbsp_megatron.attention.exchange import Exchange, ToHomes, ToOwners, Traffic, as_they_are, to_owners
 from dbsp_megatron.attention.pattern_cache import PatternCache
 from dbsp_megatron.attention.pipeline import HeadChunk, PipelinedAttention
 from dbsp_megatron.attention.ring import RingAttention, RingSchedule, RingWork
@@ -31,7 +31,7 @@ from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.counts import LayerCounts
 from dbsp_megatron.strategy.fallback import PlanGuard, joins_chunks
-from dbsp_megatron.strategy.pipelining import choose_num_chunks
+from dbsp_megatron.strategy.pipelining import asked_chunks, choose_num_chunks
 
 MAX_CACHED = 512
 
@@ -142,6 +142,9 @@ class MeshExecutor:
                 ),
             )
         whole = self._chunk(call, plan, mask, None)
+        if all(side.identity for side in whole.sides):
+            # An autograd function that hands its input on makes a view, which nobody could write to in place.
+            return cast(Tensor, RingAttention.apply(*as_they_are((call.q, call.k, call.v)), whole.work))
         q, k, v = ToOwners.apply(call.q, call.k, call.v, whole.q_side, whole.kv_side, whole.exchange)
         out = RingAttention.apply(q, k, v, whole.work)
         num_local, heads = call.layout.num_local, call.q.shape[2]
@@ -149,13 +152,13 @@ class MeshExecutor:
 
     def _head_chunks(self, call: LayerCall, plan: PartitionPlan) -> list[np.ndarray]:
         """Heads that are exchanged together; alike on all ranks."""
-        shape, asked = call.shape, self.config.exchange_chunks
+        shape = call.shape
         key = (plan.digest, shape, call.q.is_cuda)
         if key not in self._chunks:
-            num_chunks = 1 if self.mesh.ulysses_degree == 1 else asked
+            num_chunks = 1 if self.mesh.ulysses_degree == 1 else asked_chunks(self.config, call.q.device)
             if num_chunks == "auto":
                 known = self.strategy.calibration, self.strategy.ranks_per_node
-                num_chunks = choose_num_chunks(plan, shape, *known) if call.q.is_cuda else 1
+                num_chunks = choose_num_chunks(plan, shape, *known)
             remember(self._chunks, key, head_chunks(plan, shape.num_kv_heads, num_chunks))
         self._chunks.move_to_end(key)
         return cast("list[np.ndarray]", self._chunks[key])

@@ -1,4 +1,4 @@
-"""What is done when a plan cannot be executed: contiguous heads take its place."""
+"""What is done when a plan cannot be executed: equal counts of heads, or contiguous heads, take its place."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ class PlanGuard:
         where: str,
         workload: Workload | None = None,
     ) -> PartitionPlan:
-        """The plan, or contiguous heads and blocks at home where it does not fit the call or the memory budget.
+        """The plan, or what takes its place where it does not fit the call or the memory budget.
+
+        That is, of whole heads with blocks at home, equal counts of heads balanced as far as they go, if counts of the
+        mask are known and that fits the budget; else contiguous heads.
 
         Args:
             plan: the plan that was made.
@@ -133,9 +136,13 @@ class PlanGuard:
             if limit is None or need <= limit:
                 return plan
             problem = f"it needs about {need / 2**20:.4g} MiB on a rank, above sp.memory_budget_mib={budget}"
+        instead = "heads and blocks stay where they are"
         other = stay_home(shape, layout, self._mesh, workload)
         need = layer_bytes(other, shape, layout.counts, self._config)
-        if limit is not None and need > limit:
+        leaner = None if fault is not None else self._equal_counts(other, workload)
+        if leaner is not None and layer_bytes(leaner, shape, layout.counts, self._config) <= (limit or 0):
+            other, instead = leaner, "equal counts of heads with blocks at home take its place"
+        elif limit is not None and need > limit:
             return (
                 f"sp.memory_budget_mib={budget} is less than the {need / 2**20:.4g} MiB that an attention layer needs "
                 f"on a rank even with contiguous heads and blocks at home (mesh {self._mesh[0]} x {self._mesh[1]}, "
@@ -146,5 +153,14 @@ class PlanGuard:
         kind = (shape, fault)
         if self._speaks and kind not in self._said:
             self._said.add(kind)
-            logger.warning("%s: heads and blocks stay where they are, the plan cannot be executed: %s", where, problem)
+            logger.warning("%s: %s, the plan cannot be executed: %s", where, instead, problem)
         return other
+
+    def _equal_counts(self, contiguous: PartitionPlan, workload: Workload | None) -> PartitionPlan | None:
+        """Whole heads, as many on each rank as of contiguous ones, and more even; None if that cannot be had."""
+        if workload is None or self._mesh[0] == 1:
+            return None
+        plan = plan_workload(
+            workload, ulysses_degree=self._mesh[0], ring_degree=self._mesh[1], head_policy="paper", block_policy="home"
+        )
+        return plan if plan.imbalance < contiguous.imbalance else None

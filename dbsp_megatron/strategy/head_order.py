@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.comm.collectives import all_to_all_flat
+from dbsp_megatron.comm.own_tensor import own_tensor
 from dbsp_megatron.comm.transfer import to_device
 from dbsp_megatron.masks import HeadOrders, MaskMethod
 from dbsp_megatron.strategy.call import LayerCall
@@ -77,7 +78,7 @@ class _ChangeRows(torch.autograd.Function):
     def forward(ctx: Any, rows: list[_Rows], exchange: _Swap, back: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run it."""
         ctx.rows, ctx.exchange, ctx.back = rows, exchange, back
-        return tuple(own.swap(x, exchange, back=back) for own, x in zip(rows, xs, strict=True))
+        return tuple(own_tensor(own.swap(x, exchange, back=back)) for own, x in zip(rows, xs, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -108,21 +109,30 @@ class HeadReorder:
             found = call.mask.head_orders(
                 call.layer, call.step, call.q.shape[2], call.k.shape[2], call.layout.seqlen, call.grid
             )
+            if found is not None:
+                # Made and kept here, as what is wrong with them has to be known before ranks exchange anything.
+                self._query_rows(found, call)
+                self._key_rows(found, call)
         except Exception as error:  # whatever a user's method raises, the other ranks must hear of it
             return None, f"mask method {call.mask.describe()} raised {type(error).__name__}: {error}"
         return found, None
 
     def enter(self, call: LayerCall, orders: HeadOrders) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v with the token of each place of each head where the layout has that place; collective."""
-        query = self._rows(orders, orders.of_head, call.layout, call.q.device)
-        key = self._rows(orders, orders.of_kv_heads(call.k.shape[2]), call.layout, call.q.device)
+        query, key = self._query_rows(orders, call), self._key_rows(orders, call)
         changed = _ChangeRows.apply([query, key, key], self._swap, False, call.q, call.k, call.v)
         return cast("tuple[Tensor, Tensor, Tensor]", changed)
 
     def leave(self, out: Tensor, call: LayerCall, orders: HeadOrders) -> Tensor:
         """The output with each token at home again; collective."""
-        rows = self._rows(orders, orders.of_head, call.layout, out.device)
+        rows = self._query_rows(orders, call)
         return cast("tuple[Tensor]", _ChangeRows.apply([rows], self._swap, True, out))[0]
+
+    def _query_rows(self, orders: HeadOrders, call: LayerCall) -> _Rows:
+        return self._rows(orders, orders.of_head, call.layout, call.q.device)
+
+    def _key_rows(self, orders: HeadOrders, call: LayerCall) -> _Rows:
+        return self._rows(orders, orders.of_kv_heads(call.k.shape[2]), call.layout, call.q.device)
 
     def _rows(self, orders: HeadOrders, of_head: tuple[int, ...], layout: TokenLayout, device: torch.device) -> _Rows:
         key = (orders.key, of_head, layout.key, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.comm.transfer import HostCopy
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups
@@ -26,6 +26,7 @@ from dbsp_megatron.strategy.base import SequenceParallelStrategy
 from dbsp_megatron.strategy.calibration import MeshCalibrators
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.config import SequenceParallelConfig
+from dbsp_megatron.strategy.consensus import call_beliefs, plan_belief
 from dbsp_megatron.strategy.counts import (
     CountsAsked,
     LayerCounts,
@@ -94,7 +95,7 @@ class LayerRunner:
         before = self.traffic.bytes_sent
         counts = plan = peeked = None
         if call is not None and isinstance(call.mask, BlockMask):
-            counts = self._static_counts(call.mask, call.layout)
+            counts = self._static_counts(call.mask, call)
             peeked = self.planning.peek(call, counts.workload)
             if peeked is not None:
                 plan, fault = self._executable(call, peeked[0], where, counts)
@@ -103,15 +104,8 @@ class LayerRunner:
         if call is not None:
             orders, fault = self._reorder.orders_of(call)
             problem = problem or fault
-        beliefs = {
-            "tensor shapes, dtype, layout, grid and scale": call.shape_digest if call else 0,
-            "whether gradients are needed": int(call.needs_grad) if call else 0,
-            "mask": call.mask_digest if call else 0,
-            "layer and step": digest_int(layer, step),
-            "partition plan": digest_int(plan.digest) if plan else 0,
-        }
         try:
-            agree(where, problem, beliefs, self.groups.control_group)
+            agree(where, problem, call_beliefs(call, plan, orders, layer, step), self.groups.control_group)
         except ValueError:
             self.planning.refused()
             raise
@@ -199,7 +193,7 @@ class LayerRunner:
         rows, fault = predict_rows(call, method, self.groups.size, self.traffic)
         fault = fault or unfit
         # The plan is made from integers that all ranks were given alike, so it can differ only by a fault of ours.
-        beliefs = {"partition plan": digest_int(plan.digest) if plan else 0, **self.planning.choice_beliefs(call)}
+        beliefs = {"partition plan": plan_belief(plan), **self.planning.choice_beliefs(call)}
         agree(where, fault, beliefs, self.groups.control_group)
         if rows is None:
             raise ValueError(f"{where}: {fault}")
@@ -223,7 +217,8 @@ class LayerRunner:
 
     def _asked(self, call: LayerCall) -> CountsAsked:
         heads = call.q.shape[2]
-        return CountsAsked(self.groups.size, call.q.shape[0], heads, self.strategy.needs_row_tiles(heads))
+        tiles = self.strategy.needs_row_tiles(heads)
+        return CountsAsked(self.groups.size, call.q.shape[0], heads, call.k.shape[2], tiles)
 
     def _plan_from_before(self, call: LayerCall) -> tuple[PartitionPlan | None, bool]:
         """The plan that the counts of the step before give; None when this layer has none yet."""
@@ -238,11 +233,12 @@ class LayerRunner:
             remember(self.latest, key, (underway.plan, counts))
         return self.planning.plan(call, None) if self.planning.knows(call) else (None, False)
 
-    def _static_counts(self, mask: BlockMask, layout: TokenLayout) -> LayerCounts:
-        key = (mask.digest, layout.key)
+    def _static_counts(self, mask: BlockMask, call: LayerCall) -> LayerCounts:
+        kv_heads = call.k.shape[2]
+        key = (mask.digest, call.layout.key, kv_heads)
         if key not in self._counts:
             mesh = self.strategy.ulysses_degree, self.strategy.ring_degree
-            remember(self._counts, key, counts_of_mask(mask, layout, *mesh))
+            remember(self._counts, key, counts_of_mask(mask, call.layout, *mesh, kv_heads))
         self._counts.move_to_end(key)
         return cast(LayerCounts, self._counts[key])
 

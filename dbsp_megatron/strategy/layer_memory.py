@@ -218,8 +218,6 @@ class _Chunk:
     """Both buffers of the exchange to the homes."""
     returned: int
     """Of them what comes in."""
-    adding: int
-    """What is taken while that is added up."""
     kept: int
     """What stays until the end."""
 
@@ -238,9 +236,9 @@ def _pipelined(chunks: Sequence[_Chunk], base: int) -> int:
         )
         kept += chunk.kept
         if behind:
-            most = max(most, kept + ahead + chunk.leaving + behind.returned + behind.adding)
+            most = max(most, kept + ahead + chunk.leaving + behind.returned)
         behind = chunk
-    return max(most, kept + behind.returned + behind.adding) if behind else most
+    return max(most, kept + behind.returned) if behind else most
 
 
 def _rank_bytes_in_chunks(ranks: Sequence[_Rank], shape: CallShape, join: bool, prefetch: int) -> int:
@@ -268,15 +266,11 @@ def _rank_bytes_in_chunks(ranks: Sequence[_Rank], shape: CallShape, join: bool, 
                 results=out_held,
                 leaving=out_rows + out_chunk,
                 returned=out_chunk,
-                adding=0,
                 kept=kept,
             )
         )
         gradients = size.q * rank.q_held + size.kv * kv
         grads = (size.wide_q * rank.q_held + size.wide_kv * kv) if ring else gradients
-        # Copies of K/V of a cut head are added up in whole tensors, of which the heads of the chunk are then taken.
-        copies = rank.kv_sent > rank.kv_home
-        largest = max(size.q * rank.q_home, size.kv * rank.kv_home // 2)
         under_way = _backward_ring(rank, size, join, prefetch, whole)
         backward.append(
             _Chunk(
@@ -287,7 +281,6 @@ def _rank_bytes_in_chunks(ranks: Sequence[_Rank], shape: CallShape, join: bool, 
                 results=gradients,
                 leaving=packed + homes,
                 returned=homes,
-                adding=gradients_home + largest if copies else 0,
                 kept=0,
             )
         )

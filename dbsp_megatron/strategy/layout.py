@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.block_mask import num_blocks
-from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.comm.reshard import GatherRows, RowMap, ShardRows
 from dbsp_megatron.plan import block_homes
 
@@ -146,12 +146,22 @@ class TokenLayout:
         Raises:
             ValueError: on every rank: x is not `num_local` long on one of them.
         """
-        problem = None
-        if x.shape[dim] != self.num_local:
+        problem, others = None, ""
+        if not -x.dim() <= dim < x.dim():
+            problem = f"gather: dim={dim} must be one of the {x.dim()} dims of x: pass the dim of the tokens"
+        elif x.shape[dim] != self.num_local:
             problem = (
                 f"gather: dim {dim} has {x.shape[dim]} tokens, rank {self.rank} holds {self.num_local} of "
                 f"{self.seqlen}: pass this rank's tokens, as attention returns them"
             )
-        others = digest_int(*(n for i, n in enumerate(x.shape) if i != dim % x.dim()), str(x.dtype))
-        agree("layout.gather", problem, {"shape (but for the tokens) and dtype": others}, self._control_group)
+        else:
+            sizes = ["s" if i == dim % x.dim() else n for i, n in enumerate(x.shape)]
+            others = f"[{', '.join(map(str, sizes))}] in {str(x.dtype).removeprefix('torch.')}"
+        alike = Belief(
+            digest_int(others),
+            lambda: others,
+            "pass the same tensor of the model on every rank, its own tokens along one dim",
+        )
+        where = f"gather of the layout of {self.seqlen} tokens"
+        agree(where, problem, {"shape (but for the tokens) and dtype": alike}, self._control_group)
         return cast(Tensor, GatherRows.apply(x, dim, self._rows))

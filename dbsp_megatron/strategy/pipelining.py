@@ -9,8 +9,18 @@ import torch
 from dbsp_megatron.plan import AttentionShape, Calibration, LatencyModel, PartitionPlan
 from dbsp_megatron.plan.chunk_time import most_chunks
 from dbsp_megatron.strategy.call import CallShape
+from dbsp_megatron.strategy.config import SequenceParallelConfig
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def asked_chunks(config: SequenceParallelConfig, device: torch.device) -> int | Literal["auto"]:
+    """Chunks of heads that a run asks for on a device; `auto` is left to the prediction on GPUs only.
+
+    Other devices hide no exchange under the attention of another chunk.
+    """
+    asked = config.exchange_chunks
+    return 1 if asked == "auto" and device.type != "cuda" else asked
 
 
 def choose_num_chunks(plan: PartitionPlan, shape: CallShape, calibration: Calibration, ranks_per_node: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+from dbsp_megatron.comm.agree import Belief
 from dbsp_megatron.plan import PartitionPlan, PlanCache, Workload
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.records import Stopwatch
@@ -50,7 +51,7 @@ class Planning(ABC):
         """Forgets what one rank may have decided alone: a call was refused, on every rank."""
         return
 
-    def choice_beliefs(self, call: LayerCall) -> dict[str, int]:
+    def choice_beliefs(self, call: LayerCall) -> dict[str, Belief]:
         """What ranks compare once a mesh was chosen, by name; nothing where meshes are fixed."""
         return {}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from dbsp_megatron.comm.agree import digest_int
+from dbsp_megatron.comm.agree import Belief
 from dbsp_megatron.observability.logging import get_logger
 from dbsp_megatron.plan import (
     PartitionPlan,
@@ -26,9 +26,9 @@ from dbsp_megatron.plan.planner import fits
 from dbsp_megatron.plan.selector import Choice, Mesh, comparison_due
 from dbsp_megatron.strategy.auto import Auto
 from dbsp_megatron.strategy.call import LayerCall
-from dbsp_megatron.strategy.consensus import choice_belief, slowest_us
+from dbsp_megatron.strategy.consensus import choice_beliefs, slowest_us
 from dbsp_megatron.strategy.fallback import layer_bytes, stay_home
-from dbsp_megatron.strategy.pipelining import latency_model
+from dbsp_megatron.strategy.pipelining import asked_chunks, latency_model
 from dbsp_megatron.strategy.planning import Planning
 from dbsp_megatron.strategy.records import Stopwatch, mesh_name
 
@@ -167,15 +167,11 @@ class MeshSelection(Planning):
         state = self._layers.get((call.layer, call.plan_key))
         return state is not None and state.observed is not None
 
-    def choice_beliefs(self, call: LayerCall) -> dict[str, int]:
+    def choice_beliefs(self, call: LayerCall) -> dict[str, Belief]:
         """The mesh and plan that were chosen, and all choices before."""
         state = self._layers.get((call.layer, call.plan_key))
-        choice = None if state is None else state.choice
         history = "" if state is None or state.family is None else state.family.selector.digest
-        return {
-            "mesh and plan of the layer": 0 if choice is None else choice_belief(choice),
-            "earlier choices of meshes": digest_int(history),
-        }
+        return choice_beliefs(None if state is None else state.choice, history)
 
     def measure(self, call: LayerCall) -> None:
         """Corrects predictions by the time of the step before; collective when it is this layer's turn."""
@@ -312,13 +308,11 @@ class MeshSelection(Planning):
         return family
 
     def _new_family(self, call: LayerCall, training: bool) -> _Family:
-        asked = self._config.exchange_chunks
         model = latency_model(
             call.shape,
             self._strategy.calibration,
             self._strategy.ranks_per_node,
-            # As the executor does: other devices hide no exchange.
-            num_chunks=1 if asked == "auto" and not call.q.is_cuda else asked,
+            num_chunks=asked_chunks(self._config, call.q.device),
             mask_batch_size=call.mask_batch_size,
         )
         head_policy, block_policy = self._strategy.policies

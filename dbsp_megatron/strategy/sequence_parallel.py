@@ -15,31 +15,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.attention.api import check_qkv, softmax_scale
-from dbsp_megatron.attention.engines import Engine, attention_class, check_engine, choose_engine
+from dbsp_megatron.attention.api import softmax_scale
+from dbsp_megatron.attention.engines import Engine, attention_class, choose_engine
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.agree import agree
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.compat import in_backward
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups, SequenceParallelMesh, groups_from_megatron
 from dbsp_megatron.plan import PartitionPlan, PlanCache, ReplanRule, plan_or_stay
 from dbsp_megatron.strategy.auto import Auto
-from dbsp_megatron.strategy.base import get_strategy, ranks_of_node
-from dbsp_megatron.strategy.call import LayerCall
+from dbsp_megatron.strategy.base import ranks_of_node
+from dbsp_megatron.strategy.call import LayerCall, check_inputs
 from dbsp_megatron.strategy.config import SequenceParallelConfig
-from dbsp_megatron.strategy.context import Context, resolve_group
+from dbsp_megatron.strategy.context import Context
 from dbsp_megatron.strategy.counts import gather_mask
 from dbsp_megatron.strategy.layer import LayerRunner
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.planning import FixedMesh, Planning
 from dbsp_megatron.strategy.records import StepRecords
 from dbsp_megatron.strategy.selection import MeshSelection
+from dbsp_megatron.strategy.start import agreed_strategy, ranks_to_use
 from dbsp_megatron.strategy.statistics import rank_stats, step_stats
 from dbsp_megatron.strategy.timed_engine import TimedEngine
 
 _MAX_LAYOUTS = 64
 _KEPT_ROWS = 1 << 20
 """Mask rows up to this many blocks per layer are kept for `layer_mask`."""
+_NO_LAYOUT = "no token layout is active: run forward and backward inside `with sp.use(layout=..., mask=...)`"
 
 
 class SequenceParallel:
@@ -51,36 +53,18 @@ class SequenceParallel:
         pg_collection: Megatron's ProcessGroupCollection; its context-parallel group is used instead of `group`.
 
     Raises:
-        ValueError: on every rank, before any exchange: the strategy cannot run on this many ranks, or ranks were given
-            different configurations.
+        ValueError: on every rank, before any exchange: a rank has no valid configuration, the strategy cannot run on
+            this many ranks, or ranks were given different configurations.
         NotImplementedError: a strategy that this version does not hold.
     """
 
     def __init__(
         self, config: SequenceParallelConfig, group: dist.ProcessGroup | None = None, *, pg_collection: Any = None
     ) -> None:
-        if not isinstance(config, SequenceParallelConfig):
-            raise ValueError(f"config must be a SequenceParallelConfig, got {type(config).__name__}")
-        self.config = config
-        if pg_collection is not None:
-            group = getattr(pg_collection, "cp", None)
-        group = resolve_group(group)
+        group = ranks_to_use(group, pg_collection)
         size = 1 if group is None else group.size()
-        problem: ValueError | NotImplementedError | None = None
-        files = 0
-        try:
-            self.strategy = get_strategy(config.strategy)(config, size)
-            files = self.strategy.prepare([0] if group is None else dist.get_process_group_ranks(group))
-            check_engine(config.engine)
-        except (ValueError, NotImplementedError) as error:
-            problem = error
-        beliefs = {"sequence-parallel configuration": config.digest, "latency calibration (sp.calibration)": files}
-        try:
-            agree("", None if problem is None else str(problem), beliefs, group)
-        except ValueError:
-            if isinstance(problem, NotImplementedError):
-                raise problem from None
-            raise
+        self.strategy = agreed_strategy(config, group)
+        self.config = config
         self.groups = (
             groups_from_megatron(pg_collection)
             if pg_collection is not None and group is not None
@@ -201,18 +185,29 @@ class SequenceParallel:
         Raises:
             ValueError: there is none.
         """
-        if not self._context or self._context[-1].layout is None:
-            raise ValueError(
-                "no token layout is active: run forward and backward inside `with sp.use(layout=..., mask=...)`"
-            )
-        return self._context[-1].layout
+        layout = self._context[-1].layout if self._context else None
+        if layout is None:
+            raise ValueError(_NO_LAYOUT)
+        return layout
 
     def attention_in_context(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float | None = None, problem: str | None = None
     ) -> Tensor:
-        """`attention` with layout, mask and grid of the innermost `use`."""
-        layout, context = self.context_layout, self._context[-1]
-        return self.attention(q, k, v, mask=context.mask, layer=layer, layout=layout, scale=scale, grid=context.grid)
+        """`attention` with layout, mask and grid of the innermost `use`.
+
+        Args:
+            q: as there.
+            k: as there.
+            v: as there.
+            layer: as there.
+            scale: as there.
+            problem: an error of the caller on this rank, which all ranks raise in place of attention.
+        """
+        context = self._context[-1] if self._context else Context()
+        if problem is None and context.layout is None:
+            problem = _NO_LAYOUT
+        options = {"mask": context.mask, "layer": layer, "layout": context.layout, "grid": context.grid}
+        return self._attention(q, k, v, scale=scale, problem=problem, **options)
 
     @torch.compiler.disable
     def attention(
@@ -241,17 +236,36 @@ class SequenceParallel:
             grid: (frames, rows, columns) of tokens, for mask methods.
 
         Returns:
-            [B, s, H, Dv] in q's dtype.
+            [B, s, H, Dv] in q's dtype, with memory of its own. With U = 1 the backward pass reads it, so that a write
+            to it before makes PyTorch raise there.
 
         Raises:
             ValueError: on every rank alike: inputs do not fit, or ranks hold different masks, shapes or plans.
         """
+        return self._attention(q, k, v, mask=mask, layer=layer, layout=layout, scale=scale, grid=grid, problem=None)
+
+    @torch.compiler.disable
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask | MaskMethod | None,
+        layer: int,
+        layout: TokenLayout | None,
+        scale: float | None,
+        grid: tuple[int, int, int] | None,
+        problem: str | None,
+    ) -> Tensor:
         step = self._number_of(layer)
         call: LayerCall | None = None
-        problem: str | None = None
         try:
+            if problem is not None:
+                raise ValueError(problem)
+            if self._destroyed:
+                raise ValueError("this SequenceParallel was destroyed: make a new one")
             layout = self._find_layout(mask) if layout is None else layout
-            self._check(q, k, v, mask, layout)
+            check_inputs(q, k, v, mask, layout, min(ring for _, ring in self.strategy.meshes))
             if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
                 raise ValueError(f"layer must be an integer >= 0, got {layer!r}")
             scale = softmax_scale(scale, q.shape[-1])
@@ -334,12 +348,13 @@ class SequenceParallel:
         """The last mask of a layer (first sample, bool [H, Nq, Nk]) and its plan; collective.
 
         Raises:
-            ValueError: the layer has not run yet, or its mask was too large to keep.
+            ValueError: on every rank: the layer has not run yet, or its mask was too large to keep on a rank.
         """
+        problem = None
         if layer not in self._rows:
-            raise ValueError(
-                f"layer {layer} has no kept mask: run it first (masks over {_KEPT_ROWS} blocks are not kept)"
-            )
+            problem = f"layer {layer} has no kept mask: run it first (masks over {_KEPT_ROWS} blocks are not kept)"
+        asked = Belief(digest_int(layer), lambda: f"layer {layer}", "ask for the same layer on all ranks")
+        agree(f"mask of layer {layer}", problem, {"the layer": asked}, self.groups.control_group)
         rows, layout, plan = self._rows[layer]
         whole = rows.numpy() if isinstance(rows, BlockMask) else gather_mask(rows, layout)
         return whole[0], plan
@@ -350,8 +365,6 @@ class SequenceParallel:
         self.groups.destroy()
 
     def _find_layout(self, mask: BlockMask | MaskMethod | None) -> TokenLayout:
-        if self._destroyed:
-            raise ValueError("this SequenceParallel was destroyed: make a new one")
         known = list(self._layouts.values())
         fitting = [layout for layout in known if not isinstance(mask, BlockMask) or layout.seqlen == mask.seqlen_q]
         if len(fitting) == 1:
@@ -362,37 +375,3 @@ class SequenceParallel:
             # The order of tokens differs between them, so that a guess could be silently wrong.
             raise ValueError(f"{len(fitting)} token layouts fit {wanted}, made so far: {made}; pass layout=")
         raise ValueError(f"no token layout for {wanted}, made so far: {made or 'none'}; call sp.layout(seqlen) first")
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | MaskMethod | None, layout: TokenLayout) -> None:
-        if self._destroyed:
-            raise ValueError("this SequenceParallel was destroyed: make a new one")
-        check_qkv(q, k, v)
-        if not q.shape[1] == k.shape[1] == layout.num_local:
-            raise ValueError(
-                f"rank {self.rank} holds {layout.num_local} of {layout.seqlen} tokens, q has {q.shape[1]} and k "
-                f"{k.shape[1]}: shard q, k, v with layout.shard(x, dim=1)"
-            )
-        if mask is None or isinstance(mask, MaskMethod):
-            return
-        if not isinstance(mask, BlockMask):
-            raise ValueError(
-                f"mask must be a BlockMask, a MaskMethod or None, got {type(mask).__name__}: other masks (dense bias, "
-                "window, causal flag) are not supported and never ignored"
-            )
-        if mask.num_heads != q.shape[2] or mask.batch_size not in (1, q.shape[0]):
-            raise ValueError(
-                f"mask has {mask.num_heads} heads and batch size {mask.batch_size}, q has {q.shape[2]} heads and batch "
-                f"size {q.shape[0]}: give one pattern per query head, and batch size 1 or {q.shape[0]}"
-            )
-        if not mask.seqlen_q == mask.seqlen_k == layout.seqlen:
-            raise ValueError(
-                f"mask is for seqlen_q={mask.seqlen_q}, seqlen_k={mask.seqlen_k}, the layout for {layout.seqlen} tokens"
-            )
-        for side in ("q", "k"):
-            size = getattr(mask, f"block_size_{side}")
-            ring = min(ring for _, ring in self.strategy.meshes)
-            if ring > 1 and layout.block_size % size:
-                raise ValueError(
-                    f"mask.block_size_{side}={size} must divide the layout's block_size={layout.block_size} when "
-                    f"ring_degree > 1 (it is {ring}): make the layout with a multiple of {size}"
-                )

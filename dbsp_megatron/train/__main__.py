@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from dbsp_megatron.config.cli import parse_train
 from dbsp_megatron.config.resolve import ResolvedRun
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.train.distributed import World, env_world_size
-from dbsp_megatron.train.launch import exit_with_line, launch, launched_rank
+from dbsp_megatron.train.launch import exit_with_line, launch, launched_rank, same_start
 from dbsp_megatron.train.signals import StopRequest
 
 
@@ -83,8 +84,8 @@ def _train(config: TrainConfig, world: World, stop: StopRequest) -> int:
 
 def _resume_hint(config: TrainConfig) -> str:
     saved = Path(config.run.root) / config.run.name / "config.yaml"
-    command = f"-m dbsp_megatron.train --config {shlex.quote(str(saved))} --run.resume=auto"
-    return f"resume with: torchrun --nproc_per_node {env_world_size()} {command}"
+    words = f"-m dbsp_megatron.train --config {shlex.quote(str(saved))} --run.resume=auto"
+    return f"resume with: {same_start(words, os.environ)}"
 
 
 if __name__ == "__main__":

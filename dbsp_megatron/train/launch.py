@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from dbsp_megatron.comm.agree import digest_int
 from dbsp_megatron.compat import quiet_megatron
 from dbsp_megatron.train.distributed import World, distributed_world
 from dbsp_megatron.train.heartbeat import Heartbeat, default_store
@@ -53,6 +55,7 @@ def launch(
         handlers = stop.installed() if handle_signals else nullcontext()
         with handlers, distributed_world(*settings(prepared)) as world:
             _agree(world, None)
+            _agree_on_settings(world, prepared)
             with _watch(world, resume_hint(prepared)):
                 code = work(prepared, world, stop)
                 # Nobody leaves before all are done: the first to end may take the rendezvous store with it.
@@ -89,10 +92,56 @@ def _agree(world: World, problem: ValueError | None) -> None:
     raise ValueError(text if everywhere else f"rank {rank}: {text}")
 
 
+def _agree_on_settings(world: World, prepared: object) -> None:
+    """Refuse ranks that were started with other settings: they would wait for one another, or train apart."""
+    if not dataclasses.is_dataclass(prepared) or isinstance(prepared, type):
+        return
+    mine = dict(_flat(dataclasses.asdict(prepared)))
+    if len(set(world.gather(digest_int(sorted(mine.items()))))) == 1:
+        return
+    found: list[dict[str, str]] = world.gather(mine)
+    if not world.is_main:
+        raise SystemExit(CONFIG_ERROR_CODE)
+    rank, key = next(
+        (rank, key) for rank, other in enumerate(found) for key in (*mine, *other) if other.get(key) != mine.get(key)
+    )
+    raise ValueError(
+        f"{key} must be equal on all ranks, got {found[rank].get(key)} on rank {rank} and {mine.get(key)} on rank 0: "
+        "start all of them with the same arguments and configuration files"
+    )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", repr(value)
+
+
 def _watch(world: World, hint: str) -> AbstractContextManager[object]:
     if world.size == 1:
         return nullcontext()
     return Heartbeat(default_store(), world.rank, world.size, resume_hint=hint)
+
+
+def same_start(words: str, environ: Mapping[str, str]) -> str:
+    """How to start Python on as many processes as now, by what started these.
+
+    Args:
+        words: arguments of Python.
+        environ: environment of a rank.
+    """
+    world = int(environ.get("WORLD_SIZE", "1"))
+    if "RUN_LIFE_DIR" in environ:
+        return "the launch/run.sh command that started this run (Slurm requeues a job by itself when a node died)"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        local = int(environ.get("LOCAL_WORLD_SIZE", world))
+        nodes = f"--nnodes {world // local} " if world > local else ""
+        return f"torchrun {nodes}--nproc_per_node {local} {words}{' on every node' if nodes else ''}"
+    if "SLURM_PROCID" in environ:
+        return f"srun --ntasks {world} python {words} with the same setting of RANK and WORLD_SIZE"
+    return f"python {words} on {world} processes, as before"
 
 
 def launched_rank() -> int:

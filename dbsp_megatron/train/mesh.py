@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.resolve import ResolvedMesh, check_world_size
 from dbsp_megatron.parallel_state import attach_to_collection, hierarchical_sizes
@@ -78,10 +79,10 @@ def build_mesh(world: World, sp_size: int, parallel: ParallelConfig | None = Non
     """Make the groups; collective, every rank calls.
 
     Raises:
-        ValueError: the sizes do not divide the world.
+        ValueError: on every rank: the sizes do not divide the world, or ranks have others.
     """
     parallel = parallel or ParallelConfig()
-    check_world_size(world.size, sp_size, parallel)
+    _agree_on_sizes(world, sp_size, parallel)
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     dp_size = world.size // (tp_size * sp_size * pp_size)
 
@@ -102,30 +103,29 @@ def megatron_mesh(world: World, mesh: ResolvedMesh, parallel: ParallelConfig) ->
     """The groups of Megatron's `parallel_state`, which is initialised here unless it is already; collective.
 
     Raises:
-        ValueError: there is no process group, the sizes do not divide the world, or `parallel_state` is initialised
-            with others.
+        ValueError: there is no process group; on every rank: there is no device, the sizes do not divide the world,
+            ranks have others, or `parallel_state` is initialised with others.
     """
     if not dist.is_initialized():
         raise ValueError(
             "train.engine=megatron needs torch.distributed, also on one process; start with "
             "torchrun --nproc_per_node 1, or use train.engine=native"
         )
+    problem = None
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
-        raise ValueError(
+        problem = (
             f"train.engine=megatron needs a CUDA device for each rank, got none ({error}); use train.engine=native or "
             "deepspeed on a CPU"
-        ) from error
-    check_world_size(world.size, mesh.sp_size, parallel)
+        )
+    _agree_on_sizes(world, mesh.sp_size, parallel, problem)
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     _initialize_megatron(mesh, tp_size, pp_size)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     dp_size = world.size // (tp_size * mesh.sp_size * pp_size)
-    problem = _wrong_order(world.rank, groups, _rank_lists(tp_size, mesh.sp_size, dp_size, pp_size))
-    found = [text for text in world.gather(problem) if text]
-    if found:
-        raise ValueError(found[0])
+    fault = _wrong_order(world.rank, groups, _rank_lists(tp_size, mesh.sp_size, dp_size, pp_size))
+    agree("groups of Megatron", fault or None, {}, _all_ranks(world))
     return Mesh(
         **_place(world.rank, tp_size, mesh.sp_size, dp_size, pp_size),
         tp_group=groups.tp,
@@ -135,6 +135,22 @@ def megatron_mesh(world: World, mesh: ResolvedMesh, parallel: ParallelConfig) ->
         stage_group=groups.tp_dp_cp,
         model_groups=groups,
     )
+
+
+def _all_ranks(world: World) -> Group:
+    return None if world.size == 1 else world.group or dist.group.WORLD
+
+
+def _agree_on_sizes(world: World, sp_size: int, parallel: ParallelConfig, problem: str | None = None) -> None:
+    """Before groups are made: ranks that asked for others would wait for one another."""
+    if problem is None:
+        try:
+            check_world_size(world.size, sp_size, parallel)
+        except ValueError as error:
+            problem = str(error)
+    given = f"sequence {sp_size}, tensor {parallel.tensor_parallel_size}, pipeline {parallel.pipeline_parallel_size}"
+    sizes = Belief(digest_int(given), lambda: given, "start all ranks with the same configuration")
+    agree("making process groups", problem, {"parallel sizes": sizes}, _all_ranks(world))
 
 
 def _initialize_megatron(mesh: ResolvedMesh, tp_size: int, pp_size: int) -> None:

@@ -113,12 +113,7 @@ def unpack(
     """
     _check_flat(flat, indices, batch, dims)
     if into is not None:
-        shapes = [(batch, index.num_tokens, index.num_heads, dim) for index, dim in zip(indices, dims, strict=True)]
-        if [tuple(x.shape) for x in into] != shapes or any(
-            (x.dtype, x.device) != (flat.dtype, flat.device) for x in into
-        ):
-            raise ValueError(f"into must be {flat.dtype} {shapes} on {flat.device}, got {_kinds(into)}: make them so")
-        into = [x.detach() for x in into]
+        into = _checked_targets(into, flat, indices, batch, dims)
     flat = flat.detach()
     if flat.is_cuda and flat.element_size() in _MOVED_SIZES:
         from .triton_kernel import triton_unpack
@@ -127,7 +122,14 @@ def unpack(
     return naive_unpack(flat, indices, batch, dims, fill=fill, into=into)
 
 
-def unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:
+def unpack_sum(
+    flat: Tensor,
+    indices: Sequence[PieceIndex],
+    batch: int,
+    dims: Sequence[int],
+    *,
+    into: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """Adjoint of `pack`: each row is the sum of its copies in the pieces, 0 if it has none; no gradient.
 
     Copies are added in the order of the pieces and each partial sum is rounded to the dtype of flat, so that the result
@@ -139,9 +141,11 @@ def unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Se
         indices: rows of each tensor, all of the same number of pieces; a piece may name a row once.
         batch: batch entries B.
         dims: head dim D of each tensor.
+        into: contiguous tensors to write to, in the dtype and on the device of flat; heads that no piece names are left
+            as they are. Default new ones, in which they are 0.
 
     Returns:
-        New contiguous tensors [B, n_i, H_i, D_i] in the dtype of flat.
+        `into`, or new contiguous tensors [B, n_i, H_i, D_i] in the dtype of flat.
 
     Raises:
         ValueError: flat and indices do not fit one another.
@@ -149,12 +153,25 @@ def unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Se
     Memory: the results. Launch grid: see `triton_kernel`.
     """
     _check_flat(flat, indices, batch, dims)
+    if into is not None:
+        into = _checked_targets(into, flat, indices, batch, dims)
+        if not all(x.is_contiguous() for x in into):
+            raise ValueError(f"into must be contiguous, got strides {[x.stride() for x in into]}: make new tensors")
     flat = flat.detach()
     if flat.is_cuda and flat.dtype in _SUMMED_DTYPES:
         from .triton_kernel import triton_unpack_sum
 
-        return triton_unpack_sum(flat, indices, batch, dims)
-    return naive_unpack_sum(flat, indices, batch, dims)
+        return triton_unpack_sum(flat, indices, batch, dims, into=into)
+    return naive_unpack_sum(flat, indices, batch, dims, into=into)
+
+
+def _checked_targets(
+    into: Sequence[Tensor], flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]
+) -> list[Tensor]:
+    shapes = [(batch, index.num_tokens, index.num_heads, dim) for index, dim in zip(indices, dims, strict=True)]
+    if [tuple(x.shape) for x in into] != shapes or any((x.dtype, x.device) != (flat.dtype, flat.device) for x in into):
+        raise ValueError(f"into must be {flat.dtype} {shapes} on {flat.device}, got {_kinds(into)}: make them so")
+    return [x.detach() for x in into]
 
 
 def _kinds(xs: Sequence[Tensor]) -> str:

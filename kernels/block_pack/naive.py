@@ -50,12 +50,24 @@ def naive_unpack(
     return results
 
 
-def naive_unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:
+def naive_unpack_sum(
+    flat: Tensor,
+    indices: Sequence[PieceIndex],
+    batch: int,
+    dims: Sequence[int],
+    *,
+    into: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """Sum copies as `unpack_sum` does, on any device.
 
     Memory: the results and two pieces.
     """
-    results = [flat.new_zeros(_shape(index, batch, dim)) for index, dim in zip(indices, dims, strict=True)]
+    if into is None:
+        results = [flat.new_zeros(_shape(index, batch, dim)) for index, dim in zip(indices, dims, strict=True)]
+    else:
+        results = list(into)
+        for result, index in zip(results, indices, strict=True):
+            result.index_fill_(2, index.heads.long().unique(), 0)
     for which, tokens, heads, rows in _rows(flat, indices, batch, dims):
         results[which][:, tokens[:, None], heads[None, :]] += rows
     return results

@@ -91,6 +91,7 @@ def _sum_kernel(
     token_places,
     head_places,
     num_pieces,
+    FILL: tl.constexpr,
     ACC: tl.constexpr,
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
@@ -113,8 +114,10 @@ def _sum_kernel(
                 col = col_start + tl.arange(0, COLS)
                 in_cols = (col < dims[i])[None, :]
                 total = tl.zeros((TOKENS, COLS), ACC)
+                named = tl.full((), FILL, tl.int1)
                 for piece in range(num_pieces):
                     head_place = tl.load(head_places[i] + piece * num_heads + head)
+                    named = named | (head_place >= 0)
                     if head_place >= 0:
                         at = token_places[i] + piece * num_tokens.to(tl.int64) + token
                         place = tl.load(at, mask=in_tokens, other=-1)
@@ -128,7 +131,7 @@ def _sum_kernel(
                         # Rounded after each addition, as a sum in place is.
                         total = (total + part).to(flat_ptr.dtype.element_ty).to(ACC)
                 result = total.to(flat_ptr.dtype.element_ty)
-                tl.store(out_row[:, None] + col[None, :], result, mask=in_tokens[:, None] & in_cols)
+                tl.store(out_row[:, None] + col[None, :], result, mask=in_tokens[:, None] & in_cols & named)
         first = last
 
 
@@ -200,14 +203,21 @@ def triton_unpack(
     return results
 
 
-def triton_unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, dims: Sequence[int]) -> list[Tensor]:
+def triton_unpack_sum(
+    flat: Tensor,
+    indices: Sequence[PieceIndex],
+    batch: int,
+    dims: Sequence[int],
+    *,
+    into: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """Sum copies as `unpack_sum` does, on CUDA (or on CPU in Triton's interpreter).
 
     Launch grid: (tiles of 32 tokens times heads of all tensors, B); a program walks the pieces and skips those that
     lack its head. Peak extra memory: none beyond the results and, at the first use of an index, its tables, the largest
     of 4 bytes a token and piece.
     """
-    results = _results(flat, indices, batch, dims)
+    results = _results(flat, indices, batch, dims) if into is None else list(into)
     tiles = sum(index.num_sum_tiles for index in indices)
     if sum(x.numel() for x in results) == 0:
         return results
@@ -222,6 +232,7 @@ def triton_unpack_sum(flat: Tensor, indices: Sequence[PieceIndex], batch: int, d
             tuple(index.token_places for index in indices),
             tuple(index.head_places for index in indices),
             indices[0].num_pieces,
+            FILL=into is None,
             ACC=tl.float64 if flat.dtype == torch.float64 else tl.float32,
             TOKENS=TOKENS,
             COLS=cols,

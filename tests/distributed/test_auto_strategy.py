@@ -315,7 +315,7 @@ def test_ranks_with_other_calibrations_are_refused_alike(tmp_path: Path) -> None
     assert len(faults) == 1
     fault = faults.pop()
     assert "sp.calibration" in fault
-    assert "[2]" in fault
+    assert "; rank 2: " in fault
     faults = set(run_ranks(_differ, 2, [paths[0], str(tmp_path / "missing.json")]))
     assert len(faults) == 1
     assert "missing.json is no calibration" in faults.pop()

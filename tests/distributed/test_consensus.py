@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from dbsp_megatron.comm.agree import agree
 from dbsp_megatron.plan import AttentionShape
 from dbsp_megatron.plan.calibration import reference_calibration
 from dbsp_megatron.plan.latency import LatencyModel
 from dbsp_megatron.plan.selector import StrategySelector
-from dbsp_megatron.strategy.consensus import agree_on_choices, slowest_us
+from dbsp_megatron.strategy.consensus import choice_beliefs, slowest_us
 from tests.harness import run_ranks
 from tests.unit.plan.plan_cases import random_mask, workload_in
 
@@ -28,10 +29,11 @@ def _choose(rank: int, world_size: int, odd: int | None) -> tuple[list[tuple[int
             seed = 99 if rank == odd and (step, layer) == (1, 2) else layer
             workload = workload_in(random_mask(seed, 7, 25, 25), world_size, 1)
             choices[layer] = selector.select(layer, workload, fresh_counts=True, step=step)
-        try:
-            agree_on_choices(choices, selector, dist.group.WORLD, step=step)
-        except ValueError as error:
-            fault = str(error)
+            beliefs = choice_beliefs(choices[layer], selector.digest)
+            try:
+                agree(f"attention layer {layer}, step {step}", None, beliefs, dist.group.WORLD)
+            except ValueError as error:
+                fault = str(error)
         chosen += [(c.ulysses_degree, c.ring_degree) for c in choices.values()]
         selector.observe_time(0, chosen[-3], slowest_us(100.5 + rank, dist.group.WORLD))
     assert selector.report()[0].measured_us == 100.0 + world_size
@@ -50,21 +52,9 @@ def test_a_rank_with_other_counts_is_named_on_every_rank() -> None:
     assert len(faults) == 1
     fault = faults.pop()
     assert fault is not None
-    assert "strategy selection, step 1" in fault
-    assert "layer 2" in fault
-    assert "1" in fault.split("rank", 1)[1]
-
-
-def _other_layers(rank: int, world_size: int) -> None:
-    selector = _selector()
-    workload = workload_in(random_mask(0, 3, 9, 9), world_size, 1)
-    choices = {layer: selector.select(layer, workload, fresh_counts=True) for layer in range(2 + rank)}
-    with pytest.raises(ValueError, match="layers to choose for"):
-        agree_on_choices(choices, selector, dist.group.WORLD, step=0)
-
-
-def test_ranks_with_other_layers_do_not_hang() -> None:
-    run_ranks(_other_layers, 2)
+    assert fault.startswith("attention layer 2, step 1: ranks disagree about mesh and plan of the layer (ranks 0, 2: ")
+    assert "; rank 1: U=" in fault
+    assert "fix the mesh by sp.ulysses_degree" in fault
 
 
 def _bad_time(rank: int, world_size: int) -> str:

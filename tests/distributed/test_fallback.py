@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,17 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dbsp_megatron import BlockMask, PartitionPlan, SequenceParallel, plan_partition
-from dbsp_megatron.attention import chunks, exchange, ring
 from dbsp_megatron.attention.engines import engine_named
-from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
 from dbsp_megatron.masks import BlockSummary, TopPMask
-from dbsp_megatron.strategy import TokenLayout, fallback
+from dbsp_megatron.strategy import fallback
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.fallback import layer_bytes
+from tests.distributed.alive import most_alive
 from tests.distributed.sharded import check, make_sp, random_problem, refusal, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL, random_qkv
@@ -105,6 +99,10 @@ def _skewed() -> BlockMask:
     return BlockMask(blocks, BLOCK, BLOCK, SEQLEN, SEQLEN)
 
 
+def _heads_by_rank(plan: PartitionPlan) -> list[list[int]]:
+    return [sorted({int(head) for head, _, _, owner in plan.head_items if owner == u}) for u in range(3)]
+
+
 def _budgets(rank: int, world_size: int, dynamic: bool) -> list[Any]:
     mask = _skewed()
     num_heads, batch = 5, 64
@@ -126,7 +124,7 @@ def _budgets(rank: int, world_size: int, dynamic: bool) -> list[Any]:
         if message != "accepted":
             continue
         plan = sp.layer_mask(0)[1]
-        results.append(bool(_stays(plan, num_heads, 3)))
+        results.append(_heads_by_rank(plan))
         if budget is None:
             shape = _shape(sp, inputs, mask, backward=False)
             home = fallback.stay_home(shape, layout, (3, 1))
@@ -151,10 +149,18 @@ class _Given(TopPMask):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_plan_over_the_budget_gives_way_or_raises_on_every_rank(dynamic: bool) -> None:
-    """Above the budget the plan is replaced; where contiguous heads need more too, one error everywhere (Trap B65)."""
+    """Above the budget heads are whole and as many on each rank as contiguous ones, but more even.
+
+    Where contiguous heads need more than the budget too, one error is raised everywhere (Trap B65).
+    """
     found = run_ranks(_budgets, 3, dynamic)
-    for accepted, stays, accepted_again, stays_then, message, _ in found:
-        assert (accepted, stays, accepted_again, stays_then) == ("accepted", False, "accepted", True)
+    for accepted, cut, accepted_again, whole, message, _ in found:
+        assert accepted == accepted_again == "accepted"
+        assert sum(map(len, cut)) > 5
+        assert sorted(head for heads in whole for head in heads) == list(range(5))
+        assert sorted(map(len, whole)) == [1, 2, 2]
+        # The dense head is alone.
+        assert [1] in whole
         assert message == found[0][4]
         assert message.startswith("ValueError")
         for words in ("sp.memory_budget_mib=1 ", "MiB", "sp.kv_gather_mib", "raise the budget", "mesh", "layer 0"):
@@ -162,77 +168,6 @@ def test_a_plan_over_the_budget_gives_way_or_raises_on_every_rank(dynamic: bool)
     assert len(found[0][5]) == 1
     assert "sp.memory_budget_mib" in found[0][5][0]
     assert not any(lines for *_, lines in found[1:])
-
-
-class _Alive(TorchDispatchMode):
-    """Most bytes alive at a time, of what operators returned inside; `quietly` leaves operators out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, Any] = {}
-        self._quiet = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        if not self._quiet:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
-                    self._take(leaf.untyped_storage())
-        return result
-
-    def _take(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known[key] = weakref.ref(storage, lambda _: self._drop(key, size))
-        self.now += size
-        self.most = max(self.most, self.now)
-
-    def _drop(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.now -= size
-
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        self._quiet, before = True, self._quiet
-        try:
-            yield
-        finally:
-            self._quiet = before
-
-
-class _Lean:
-    """An engine that takes no memory but for its results, as kernels do; results are of no value."""
-
-    name = "lean"
-
-    def __init__(self) -> None:
-        engine = engine_named("torch")
-        self.refusal, self.refuses_tensors = engine.refusal, engine.refuses_tensors
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any, scale: float, **options: Any) -> Any:
-        if options.get("state") is not None:
-            return options["state"]
-        wide = accumulate_dtype(q.dtype)
-        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, dtype: torch.dtype, **options: Any) -> Any:
-        return tuple(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-
-
-def _lean(alive: _Alive, function: Any) -> Any:
-    """A function whose results alone count, as for a kernel of one launch."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with alive.quietly():
-            result = function(*args, **kwargs)
-        if isinstance(result, Tensor):
-            return result.clone()
-        return [x.clone() for x in result]
-
-    return call
 
 
 def _measured(
@@ -261,28 +196,12 @@ def _measured(
     for backward in (False, True):
         local = [layout.shard(x).requires_grad_(backward) for x in inputs[:3]]
         # Index tensors are made in the first call. Threads of gloo let go of buffers late at times.
-        most = min([_most_alive(sp, local, mask, layout, dout) for _ in range(5)][1:])
+        most = min([most_alive(sp, local, mask, layout, dout) for _ in range(5)][1:])
         plan = sp.layer_mask(0)[1]
         assert policy != "split" or plan.num_split_heads
         shape = _shape(sp, inputs, mask, backward=backward)
         pairs.append((layer_bytes(plan, shape, layout.counts, sp.config), most))
     return pairs
-
-
-def _most_alive(sp: SequenceParallel, local: list[Tensor], mask: BlockMask, layout: TokenLayout, dout: Tensor) -> int:
-    alive = _Alive()
-    lean = {name: _lean(alive, getattr(exchange, name)) for name in ("pack", "unpack", "unpack_sum")}
-    with (
-        patch.object(SequenceParallel, "_choose_engine", lambda *_: _Lean()),
-        patch.multiple(exchange, **lean),
-        patch.object(chunks, "pack", lean["pack"]),
-        patch.object(ring, "output_delta", _lean(alive, output_delta)),
-        alive,
-    ):
-        out = sp.attention(*local, mask=mask, layout=layout)
-        if out.requires_grad:
-            torch.autograd.grad(out, local, dout)
-    return alive.most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

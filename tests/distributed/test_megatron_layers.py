@@ -174,26 +174,41 @@ def _refusals(rank: int, world_size: int) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     core = DualBalancedAttention(config, 1, AttnMaskType.no_mask, "self")
+    sp = SequenceParallel(SequenceParallelConfig(strategy="dbsp", ulysses_degree=world_size, block_size=8))
+    layout = sp.layout(8 * world_size)
     q = torch.randn(8, 1, 2, 4)
-    for given, options in (
-        (torch.ones(8, 8, dtype=torch.bool), {}),
-        (None, {"attention_bias": torch.zeros(8, 8)}),
-        (None, {"packed_seq_params": object()}),
-        (None, {"attn_mask_type": AttnMaskType.causal}),
-        (None, {}),
+    odd = rank == world_size - 1
+    for given, options, registered in (
+        (torch.ones(8, 8, dtype=torch.bool), {}, sp),
+        (None, {"attention_bias": torch.zeros(8, 8)}, sp),
+        (None, {"packed_seq_params": object()}, sp),
+        (None, {"attn_mask_type": AttnMaskType.causal}, sp),
+        (None, {}, None),
     ):
-        try:
-            core(q, q, q, given, **options)
-        except ValueError as error:
-            messages.append(str(error))
+        set_sequence_parallel(registered)
+        if not odd:
+            # The others call it as they should.
+            given, options = None, {}
+        with sp.use(layout=layout):
+            try:
+                core(q, q, q, given, **options)
+            except ValueError as error:
+                messages.append(str(error))
     parallel_state.destroy_model_parallel()
     return messages
 
 
-def test_dual_balanced_attention_refuses_what_it_would_ignore() -> None:
-    """Dropout (Trap B81), masks, biases and packing are never dropped silently (Trap B35); a missing sp is said."""
-    messages = run_ranks(_refusals, 1)[0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dual_balanced_attention_refuses_what_it_would_ignore(world_size: int) -> None:
+    """Dropout (Trap B81), masks, biases and packing are never dropped silently (Trap B35); a missing sp is said.
+
+    What one rank alone is given is refused on all of them, which would else wait for it (Trap B65).
+    """
+    found = run_ranks(_refusals, world_size)
+    messages = found[0]
+    assert all(other == messages for other in found)
     words = ["dropout", "cross", "attention_mask", "attention_bias", "packed_seq_params", "causal", "registered"]
     assert len(messages) == len(words)
     for word, message in zip(words, messages, strict=True):
         assert word in message
+    assert all(message.endswith("rank 1]") for message in messages[2:6]) == (world_size == 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbsp_megatron import BlockMask, MaskConfig, build_mask_method
+from dbsp_megatron import BlockMask, MaskConfig, SequenceParallel, SequenceParallelConfig, build_mask_method
 from dbsp_megatron.masks import TopPMask
 from tests.distributed.sharded import check, make_sp, random_problem, recorded_collectives, refusal, sharded_gradients
 from tests.harness import RankError, run_ranks
@@ -107,11 +108,20 @@ def test_arguments_that_differ_raise_on_every_rank(kind: str) -> None:
         label = mesh[0][0]
         messages = [message for _, message, _ in mesh]
         assert all(message.startswith("ValueError") for message in messages), (label, messages)
-        if kind == "layer":
-            # The place, which each rank names as it sees it, differs; the error itself does not.
-            messages = [message.split(": ", 2)[2] for message in messages]
         assert len(set(messages)) == 1, (label, messages)
         assert max(seconds for _, _, seconds in mesh) < 10, label
+        assert "attention layer 0, step 0" in messages[0], messages
+        if kind in ("local length", "one bad mask", "one bad k"):
+            assert messages[0].endswith(", rank 1]"), messages
+        else:
+            _check_tells_values_and_remedy(messages[0])
+
+
+def _check_tells_values_and_remedy(message: str) -> None:
+    found = re.fullmatch(r".*ranks disagree about [\w, ]+ \(rank 0: (.+); rank 1: (.+)\): (.+)", message)
+    assert found, message
+    assert found[1] != found[2], message
+    assert len(found[3]) > 20, message
 
 
 def _configurations(rank: int, world_size: int, options: list[dict[str, Any]]) -> tuple[str, float]:
@@ -130,8 +140,10 @@ def _configurations(rank: int, world_size: int, options: list[dict[str, Any]]) -
         [{"strategy": "dbsp", "plan_counts": "current"}, {"strategy": "dbsp", "plan_counts": "previous"}],
         [{"strategy": "dbsp"}, {"strategy": "none"}],
         [{"strategy": "dbsp"}, {"strategy": "unheard_of"}],
+        [{"strategy": "dbsp"}, {"strategy": "dbsp", "calibration": "nowhere.json"}],
+        [{"strategy": "dbsp"}, {"strategy": "dbsp", "engine": "unheard_of"}],
     ],
-    ids=["strategy", "mesh", "heads", "blocks", "counts", "none", "unknown"],
+    ids=["strategy", "mesh", "heads", "blocks", "counts", "none", "unknown", "no-file", "engine"],
 )
 def test_configurations_that_differ_raise_on_every_rank(options: list[dict[str, Any]]) -> None:
     """Ranks that were configured apart find out when the object is built (Trap B65)."""
@@ -139,6 +151,59 @@ def test_configurations_that_differ_raise_on_every_rank(options: list[dict[str, 
     assert all(message.startswith("ValueError") for message, _ in found), found
     assert len({message for message, _ in found}) == 1, found
     assert max(seconds for _, seconds in found) < 10
+
+
+def _no_configuration(rank: int, world_size: int, kind: str) -> str:
+    good = SequenceParallelConfig()
+    bad: dict[str, Any] = {"dict": {"strategy": "dbsp"}, "class": SequenceParallelConfig, "none": None}
+    return refusal(lambda: SequenceParallel(bad[kind] if rank == 1 else good))
+
+
+@pytest.mark.parametrize("kind", ["dict", "class", "none"])
+def test_what_is_no_configuration_on_one_rank_raises_on_every_rank(kind: str) -> None:
+    """Ranks that have one would wait for the one that has not (Trap B65)."""
+    found = run_ranks(_no_configuration, 3, kind)
+    assert found[0] == found[1] == found[2]
+    assert found[0].startswith("ValueError: config must be a SequenceParallelConfig, got ")
+    assert found[0].endswith("[making SequenceParallel, rank 1]")
+
+
+def _without_context(rank: int, world_size: int) -> list[str]:
+    sp = make_sp("dbsp", 2, 1, block_size=8)
+    layout = sp.layout(24)
+    q = torch.ones(1, layout.num_local, 4, 8)
+    heard = []
+    with sp.use(layout=layout if rank == 0 else None):
+        heard.append(refusal(lambda: sp.attention_in_context(q, q, q, layer=3)))
+        heard.append(refusal(lambda: sp.attention_in_context(q, q, q, layer=3, problem="mine" if rank else None)))
+    sp.attention(q, q, q, layout=layout)
+    # The mask of layer 0 is known on both ranks, that of layer 7 on none.
+    heard.append(refusal(lambda: sp.layer_mask(7)))
+    heard.append(refusal(lambda: sp.layer_mask(7 * rank)))
+    heard.append(refusal(lambda: layout.gather(q, dim=1 + 4 * rank)))
+    # Calls that are not the same one.
+    heard.append(refusal(lambda: sp.layer_mask(0) if rank else layout.gather(q)))
+    sp.destroy()
+    return heard
+
+
+def test_one_sided_mistakes_around_attention_raise_on_every_rank() -> None:
+    """What a module refuses, or lacks, before it calls attention is told to the ranks that call it (Trap B65)."""
+    heard, other = run_ranks(_without_context, 2)
+    assert heard == other
+    for text, words in zip(
+        heard,
+        (
+            r"no token layout is active.*attention layer 3, step 0, rank 1\]",
+            r"mine \[attention layer 3, step 1, rank 1\]",
+            r"layer 7 has no kept mask.*\[mask of layer 7\]",
+            r"layer 7 has no kept mask.*\[mask of layer 7, rank 1\]",
+            r"dim=5 must be one of the 4 dims.*rank 1\]",
+            r"ranks are in different calls \(rank 0: gather of the layout of 24 tokens; rank 1: mask of layer 0\)",
+        ),
+        strict=True,
+    ):
+        assert re.search(words, text), text
 
 
 def _refused(rank: int, world_size: int, what: str) -> list[str]:

@@ -71,6 +71,11 @@ def _check(xs: list[Tensor], indices: list[PieceIndex], *, inverse: bool) -> Non
             got = unpack_sum(received, indices, batch, dims)
         for have, want in zip(got, naive_unpack_sum(received, indices, batch, dims), strict=True):
             assert torch.equal(have, want)
+        totals = [torch.full_like(x, 7.0) for x in got]
+        wanted = [torch.full_like(x, 7.0) for x in got]
+        unpack_sum(received, indices, batch, dims, into=totals)
+        for have, want in zip(totals, naive_unpack_sum(received, indices, batch, dims, into=wanted), strict=True):
+            assert torch.equal(have, want)
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool]
@@ -154,16 +159,19 @@ def test_pack_needs_no_memory_beside_the_results() -> None:
     flat = pack([x], [index])
     unpack_sum(flat, [index], 1, [128])
     size = x.numel() * 2
-    for call in (
-        lambda: [pack([x], [index])],
-        lambda: unpack(flat, [index], 1, [128]),
-        lambda: unpack_sum(flat, [index], 1, [128]),
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    unpack_sum(flat, [index], 1, [128], into=[total])
+    for call, results_size in (
+        (lambda: [pack([x], [index])], size),
+        (lambda: unpack(flat, [index], 1, [128]), size),
+        (lambda: unpack_sum(flat, [index], 1, [128]), size),
+        (lambda: unpack_sum(flat, [index], 1, [128], into=[total]), 0),
     ):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         results = call()
-        assert torch.cuda.max_memory_allocated() - before <= size + 2**20
+        assert torch.cuda.max_memory_allocated() - before <= results_size + 2**20
         del results
 
 

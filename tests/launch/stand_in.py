@@ -18,7 +18,15 @@ def main() -> None:
     signal.alarm(200)  # never outlives a test that failed
     words = sys.argv[1:]
     if words[0].endswith("fit_latency.py"):
-        print("measured with", *words[3:])
+        print("measured with", *words[3:], flush=True)
+        if "slow" in words[words.index("--") :]:
+            # As long as nobody ends it, once for each word: later lives find the file that tells.
+            marks = Path(words[words.index("--output") + 1]).parent / "slow_lives"
+            marks.mkdir(exist_ok=True)
+            if len(list(marks.iterdir())) < words.count("slow"):
+                if os.environ["RANK"] == "0":
+                    (marks / os.environ["RUN_LIFE"]).touch()
+                time.sleep(150)
         if os.environ["RANK"] == "0":
             with open(words[words.index("--output") + 1], "a") as stream:
                 stream.write(f"measured by {os.environ['WORLD_SIZE']}\n")

@@ -178,6 +178,72 @@ def test_calibrate_measures_on_all_nodes_and_trains_with_it(tmp_path: Path) -> N
     assert f"--sp.calibration {file}" in _environments(tmp_path, 4)[3]["argv"]
 
 
+@contextmanager
+def _measuring(cwd: Path, lives: int) -> Iterator[subprocess.Popen[str]]:
+    """run.sh while its first life measures, which takes longer than anybody waits for it in so many lives."""
+    words = ["bash", str(RUN), *OPTIONS, "--calibrate", "--", "--steps", "3", *["--act", "slow"] * lives]
+    with subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        _wait_for_measuring(cwd, 0)
+        yield process
+
+
+def _wait_for_measuring(cwd: Path, life: int) -> None:
+    wait_until((cwd / "runs" / "run" / "slow_lives" / str(life)).exists, 60, lambda: "nothing is measured")
+
+
+def test_usr1_while_measuring_goes_on_in_a_second_life(tmp_path: Path) -> None:
+    """A pre-emption may come before training begins: nothing is lost by coming back."""
+    with _measuring(tmp_path, 1) as process:
+        process.send_signal(signal.SIGUSR1)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    assert _outcomes(tmp_path) == ["requeue 75", "done 0"]
+    assert "start at step 0" in text
+
+
+def test_two_lives_that_measure_nothing_are_enough(tmp_path: Path) -> None:
+    """Measuring that never fits into the time of a job would come back for ever."""
+    with _measuring(tmp_path, 2) as process:
+        process.send_signal(signal.SIGUSR1)
+        _wait_for_measuring(tmp_path, 1)
+        process.send_signal(signal.SIGUSR1)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert "two lives in a row ended before kernels and links were measured" in text
+    assert _outcomes(tmp_path) == ["requeue 75", "failed 75"]
+
+
+def test_ctrl_c_while_measuring_ends(tmp_path: Path) -> None:
+    with _measuring(tmp_path, 1) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert _outcomes(tmp_path) == ["stopped 75"]
+    assert not (tmp_path / "runs" / "run" / "env.0").exists()
+
+
+def test_a_calibration_counts_as_progress_of_a_life(tmp_path: Path) -> None:
+    """What was measured is kept, so that the next life has more time for its first step."""
+    with _started(tmp_path, "--calibrate", act="forgetful") as process:
+        process.send_signal(signal.SIGUSR1)
+        log = tmp_path / "runs" / "run" / "launch" / "logs" / "life_1" / "rank_00001.log"
+        wait_until(lambda: log.exists() and "start" in log.read_text(), 60, lambda: "no second life")
+        # Measures nothing new.
+        process.send_signal(signal.SIGUSR1)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert "no new checkpoint in this life" in text
+    assert _outcomes(tmp_path) == ["requeue 75", "failed 75"]
+
+
 def test_an_old_done_marker_says_nothing(tmp_path: Path) -> None:
     """It stays until the trainer goes on, and a start that fails is not taken for the finished run that it was."""
     assert _run(tmp_path).returncode == 0

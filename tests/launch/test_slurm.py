@@ -83,6 +83,21 @@ def test_usr1_requeues_and_the_run_ends_as_if_uninterrupted(
     assert losses(run) == pytest.approx(reference, rel=1e-6)
 
 
+def test_usr1_while_measuring_requeues(slurm: Cluster, work: Path) -> None:
+    """The batch script alone is signalled: it ends what measures, which looks for no stop file."""
+    run = work / "runs" / "measured"
+    words = ("--nodes", "2", "--procs-per-node", "1", "--launcher", "srun", "--name", run.name, "--time", "20")
+    stand_in = str(Path(__file__).with_name("stand_in.py"))
+    job = slurm.submit(work, *words, "--python", stand_in, "--calibrate", "--", "--steps", "3", "--act", "slow")
+    wait_until((run / "slow_lives" / "0").exists, 100, lambda: slurm.tell(job))
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    fact = slurm.wait(job, 140)[0]
+    log = Path(fact["StdOut"]).read_text()
+    assert (fact["JobState"], fact["ExitCode"], fact["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    assert [(_life(run, life) / "outcome").read_text() for life in (0, 1)] == ["requeue 75\n", "done 0\n"]
+    assert (run / "calibration.json").read_text() == "measured by 2\n"
+
+
 def test_cancelled_job_stays_cancelled(slurm: Cluster, work: Path) -> None:
     """Slurm tells a batch script of scancel as it tells it of a requeue: by SIGTERM."""
     run = work / "runs" / "cancelled"

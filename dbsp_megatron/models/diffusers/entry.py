@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.models.diffusers.checks import check_installable, find_table
 from dbsp_megatron.models.diffusers.cogvideox import COGVIDEOX
@@ -53,7 +53,7 @@ def parallelize(
         ValueError: on every rank: the class is not supported, or something is on it that sequence parallelism cannot
             honour.
     """
-    problem, found = None, []
+    problem, found, kind = None, [], ""
     try:
         if not isinstance(sp, SequenceParallel):
             raise ValueError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
@@ -61,14 +61,21 @@ def parallelize(
             raise ValueError(
                 f"mask must be a BlockMask, a method of dbsp_megatron.masks or None, got {type(mask).__name__}"
             )
+        kind = mask.describe() if isinstance(mask, MaskMethod) else type(mask).__name__
         found = _find(transformer_or_pipe)
     except ValueError as error:
         problem = str(error)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = f"{type(error).__name__}: {error}"
     if not isinstance(sp, SequenceParallel):
+        # There is no group to tell the other ranks by.
         raise ValueError(problem)
+    held = ", ".join(f"{table.class_name} of {len(table.attentions(x))} attentions" for x, table in found)
     beliefs = {
-        "the transformers": digest_int([(table.class_name, len(table.attentions(x))) for x, table in found]),
-        "the kind of mask": digest_int(mask.describe() if isinstance(mask, MaskMethod) else type(mask).__name__),
+        "the transformers": Belief(digest_int(held), lambda: held, "load the same model on all ranks"),
+        "the kind of mask": Belief(
+            digest_int(kind), lambda: kind, "pass the same mask method and settings, or a BlockMask, on all ranks"
+        ),
     }
     agree("parallelize", problem, beliefs, sp.groups.control_group)
     return ParallelTransformers(found, sp, mask)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.agree import agree, digest_int
+from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.models.diffusers.checks import check_runnable
 from dbsp_megatron.models.diffusers.inputs import check_same_inputs
@@ -156,21 +156,31 @@ class _ParallelTransformer:
         """Agree with the other ranks on the call, then lay out its tokens."""
         arguments = Arguments(module, args, kwargs)
         given, gradients = arguments.by_name(), torch.is_grad_enabled()
-        problem, counts, timestep, believed, cached = None, None, None, 0, False
+        problem, counts, timestep, shapes, cached = None, None, None, "", False
         try:
             cached = check_runnable(self._transformer, self._table, self.processors, gradients)
             counts = self._table.measure(self._transformer, given, isinstance(self._mask, MaskMethod))
             self._check_mask(counts)
             timestep = timestep_value(given.get("timestep"))
-            believed = digest_int(counts, [_shape(given.get(name)) for name in self._table.differentiable])
+            shapes = f"{counts}, {', '.join(f'{x} {_shape(given.get(x))}' for x in self._table.differentiable)}"
         except (ValueError, KeyError) as error:
             problem = f"missing argument {error}" if isinstance(error, KeyError) else str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"{type(error).__name__}: {error}"
         where = f"{self._table.class_name}, step {self._steps.step}"
         beliefs = {
-            "shapes of the inputs": believed,
-            "the timestep": digest_int(timestep),
-            "whether gradients are on": int(gradients),
-            "whether a feature cache is on": int(cached),
+            "shapes of the inputs": Belief(
+                digest_int(shapes), lambda: shapes, "give all ranks the same prompt, batch size and video size"
+            ),
+            "the timestep": Belief(
+                digest_int(timestep), lambda: str(timestep), "run the same schedule of timesteps on all ranks"
+            ),
+            "whether gradients are on": Belief(
+                int(gradients), lambda: "on" if gradients else "off", "use the same grad mode on all ranks"
+            ),
+            "whether a feature cache is on": Belief(
+                int(cached), lambda: "on" if cached else "off", "enable the cache on all ranks or on none"
+            ),
         }
         agree(where, problem, beliefs, self._sp.groups.control_group)
         if counts is None:

@@ -188,6 +188,34 @@ def test_unpack_sum_is_the_adjoint_of_pack(case: Case) -> None:
         torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-13)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_unpack_sum_into_tensors_sets_the_named_heads_and_no_others(case: Case) -> None:
+    some = []
+    for which, heads in enumerate(case.heads):
+        tokens, of_pieces = _lists(case, which)
+        some.append(PieceIndex.build(tokens, [x[x > 0] for x in of_pieces], case.tokens, heads))
+    flat = _distinct(torch.empty(sum(piece_sizes(some, case.batch, case.dims))))
+    totals = [
+        torch.full((case.batch, case.tokens, heads, dim), 7.0) for heads, dim in zip(case.heads, case.dims, strict=True)
+    ]
+    found = unpack_sum(flat, some, case.batch, case.dims, into=totals)
+    for index, want, total, got in zip(some, unpack_sum(flat, some, case.batch, case.dims), totals, found, strict=True):
+        assert got.data_ptr() == total.data_ptr()
+        named = torch.isin(torch.arange(index.num_heads), index.heads)
+        assert torch.equal(total[:, :, named], want[:, :, named])
+        assert bool((total[:, :, ~named] == 7).all())
+
+
+def test_unpack_sum_into_sets_tokens_that_no_piece_has() -> None:
+    index = PieceIndex.build([torch.tensor([2]), torch.tensor([0, 2])], [torch.tensor([1]), torch.tensor([1])], 4, 3)
+    total = torch.full((2, 4, 3, 5), 7.0)
+    unpack_sum(torch.ones(2 * 3 * 5), [index], 2, [5], into=[total])
+    assert total[0, :, 1, 0].tolist() == [1, 0, 2, 0]
+    assert bool((total[:, :, [0, 2]] == 7).all())
+    with pytest.raises(ValueError, match="into must be contiguous"):
+        unpack_sum(torch.ones(2 * 3 * 5), [index], 2, [5], into=[torch.ones(2, 4, 5, 3).transpose(2, 3)])
+
+
 def test_unpack_sum_gives_zero_where_no_piece_has_a_row() -> None:
     index = PieceIndex.build([torch.tensor([2]), torch.tensor([0, 2])], [torch.tensor([1]), torch.tensor([1])], 4, 3)
     (out,) = unpack_sum(torch.ones(2 * 3 * 5), [index], 2, [5])
@@ -240,6 +268,12 @@ def _run_interpreter(rank: int, world_size: int, cases: list[Case]) -> list[str]
             want = naive_unpack_sum(flat, indices, case.batch, case.dims)
             if not all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(got, want, strict=True)):
                 faults.append(f"unpack_sum {case} {dtype}")
+            totals = [torch.full_like(x, 7.0) for x in want]
+            triton_unpack_sum(flat, indices, case.batch, case.dims, into=totals)
+            wanted = [torch.full_like(x, 7.0) for x in want]
+            naive_unpack_sum(flat, indices, case.batch, case.dims, into=wanted)
+            if not all(torch.equal(x, y) for x, y in zip(totals, wanted, strict=True)):
+                faults.append(f"unpack_sum into {case} {dtype}")
     return faults
 
 
@@ -251,16 +285,18 @@ def test_triton_kernels_equal_twins_in_interpreter() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("kernel", ["pack", "unpack", "unpack_sum"])
+@pytest.mark.parametrize("kernel", ["pack", "unpack", "unpack_sum", "unpack_sum into"])
 def test_triton_kernels_compile_to_wide_loads_and_stores(kernel: str, num: int) -> None:
     """Compiled for sm_90 without a card, as a launch with aligned bf16 tensors of 128 dims would: 16 bytes a load."""
     triton = pytest.importorskip("triton", reason="needs triton")
     from dbsp_megatron.kernels.block_pack import triton_kernel
 
+    fill, kernel = kernel == "unpack_sum", kernel.removesuffix(" into")
     function = triton_kernel._sum_kernel if kernel == "unpack_sum" else triton_kernel._move_kernel
     names = function.arg_names
     data = "bf16" if kernel == "unpack_sum" else "i16"
     options = {"UNPACK": kernel == "unpack", "ROWS": 64, "TOKENS": 32, "COLS": 128, "NUM": num}
+    options["FILL"] = fill
     options["ACC"] = triton.language.float32
     constants = {(names.index(name),): value for name, value in options.items() if name in names}
     signature: dict[str, object] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable
@@ -261,6 +262,9 @@ def test_plan_workload_keeps_heads_that_share_kv_together(mesh: tuple[int, int],
     apart = plan_all(workload, mesh, head_policy=head_policy)
     assert plan.extra_kv_copies(8) <= mesh[0] - 1
     assert plan.extra_kv_copies(8) < apart.extra_kv_copies(8)
+    counted = dataclasses.replace(workload, num_kv_heads=8)
+    assert plan_all(counted, mesh, head_policy=head_policy).digest == plan.digest
+    assert plan_all(counted, mesh, head_policy=head_policy, goal=Goal(num_kv_heads=16)).digest == apart.digest
 
 
 def other_plan(**changes: Any) -> Callable[[Workload], PartitionPlan]:

@@ -125,6 +125,17 @@ def test_workload_names_counts_that_disagree(name: str, change: Any, message: st
         Workload(**_changed(**{name: change}))
 
 
+def test_kv_heads_of_a_workload_divide_its_heads_and_count_as_part_of_it() -> None:
+    mask, homes = random_mask(0, 6, 5, 5), np.zeros(5, dtype=np.int64)
+    workloads = [Workload.from_mask(mask, homes, homes, 2, kv_heads) for kv_heads in (None, 6, 2, 2)]
+    assert [workload.num_kv_heads for workload in workloads] == [None, 6, 2, 2]
+    assert workloads[2].same_counts(workloads[3])
+    assert not workloads[2].same_counts(workloads[0])
+    for kv_heads in (4, 0):
+        with pytest.raises(ValueError, match="num_kv_heads must"):
+            Workload.from_mask(mask, homes, homes, 2, kv_heads)
+
+
 def test_from_mask_refuses_homes_of_other_length() -> None:
     mask = random_mask(0, 2, 4, 3)
     with pytest.raises(ValueError, match=r"k_home must have shape \[3\], got \[4\]"):

@@ -84,6 +84,14 @@ def test_block_policies_are_those_of_dbsp(policy: str, layout: str, moves: str) 
     assert strategy.calibrates_layout == (policy in ("auto", "hot_stripe"))
 
 
+def test_blocks_stay_home_where_no_mesh_has_a_ring() -> None:
+    """A policy that moves blocks would ask for the whole mask, which is not counted there."""
+    for policy in ("paper", "minimal_move", "step_aware"):
+        strategy = _auto(4, ulysses_degree=4, block_policy=policy)
+        assert strategy.policies == ("auto", "home")
+        assert not strategy.needs_mask_on_host
+
+
 def test_default_rates_serve_ranks_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between nodes they assume a network, which their note tells."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_megatron import BlockMask, PartitionPlan, plan_partition
+from dbsp_megatron import BlockMask, PartitionPlan, SequenceParallelConfig, plan_partition
 from dbsp_megatron.strategy.call import CallShape
 from dbsp_megatron.strategy.machine import default_calibration
-from dbsp_megatron.strategy.pipelining import choose_num_chunks, latency_model
+from dbsp_megatron.strategy.pipelining import asked_chunks, choose_num_chunks, latency_model
 
 
 def _case(
@@ -66,3 +66,12 @@ def test_the_choice_is_that_of_the_model(seqlen: int) -> None:
     plan, shape = _case(seqlen, 12, 12, torch.bfloat16)
     model = latency_model(shape, default_calibration(), 8, num_chunks="auto")
     assert choose_num_chunks(plan, shape, default_calibration(), 8) == model.predict(plan).num_chunks
+
+
+@pytest.mark.parametrize(("asked", "on_cpu", "on_cuda"), [("auto", 1, "auto"), (1, 1, 1), (3, 3, 3)])
+def test_asked_chunks_leaves_auto_to_the_prediction_on_gpus_only(
+    asked: int | str, on_cpu: int, on_cuda: int | str
+) -> None:
+    config = SequenceParallelConfig(exchange_chunks=asked)  # type: ignore[arg-type]
+    assert asked_chunks(config, torch.device("cpu")) == on_cpu
+    assert asked_chunks(config, torch.device("cuda", 1)) == on_cuda

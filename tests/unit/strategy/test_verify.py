@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dbsp_megatron import BlockMask, SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.attention.engines import BlockPattern
-from dbsp_megatron.attention.exchange import ToHomes
+from dbsp_megatron.attention.ring import RingAttention
 from dbsp_megatron.strategy import verify
 from tests.reference import attention_gradients, expand_blocks, max_error, random_blocks, random_qkv
 
@@ -55,7 +55,7 @@ def test_rows_of_one_key_or_none_are_within_tolerance(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", ["scaled", "shifted", "nan"])
 def test_a_wrong_output_is_found(dtype: torch.dtype, wrong: str) -> None:
-    run = ToHomes.apply
+    run = RingAttention.apply
 
     def broken(*args: object) -> Tensor:
         out: Tensor = run(*args)
@@ -63,13 +63,16 @@ def test_a_wrong_output_is_found(dtype: torch.dtype, wrong: str) -> None:
             return out.index_fill(1, torch.tensor([7]), float("nan"))
         return out * 1.1 if wrong == "scaled" else out.roll(1, 1)
 
-    with patch.object(ToHomes, "apply", broken), pytest.raises(ValueError, match=r"sp\.verify_steps: out of head \d"):
+    with (
+        patch.object(RingAttention, "apply", broken),
+        pytest.raises(ValueError, match=r"sp\.verify_steps: out of head \d"),
+    ):
         _attend(dtype, None)
 
 
 def test_heads_are_gathered_in_runs() -> None:
     """The whole of all heads need not fit into memory; the head at fault is named by its global number."""
-    run = ToHomes.apply
+    run = RingAttention.apply
 
     def broken(*args: object) -> Tensor:
         out: Tensor = run(*args).clone()
@@ -79,7 +82,7 @@ def test_heads_are_gathered_in_runs() -> None:
     with (
         patch.object(verify, "_GATHER_BYTES", 1),
         patch.object(verify, "reference", side_effect=verify.reference) as made,
-        patch.object(ToHomes, "apply", broken),
+        patch.object(RingAttention, "apply", broken),
         pytest.raises(ValueError, match=r"out of head 3 is off by"),
     ):
         _attend(torch.float32, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from dbsp_megatron.train.distributed import World
@@ -12,13 +13,30 @@ from dbsp_megatron.train.launch import launch
 from dbsp_megatron.train.signals import StopRequest
 
 
-def _prepare() -> Path:
-    if os.environ.get("BAD_RANK") == os.environ.get("RANK", "0"):
+@dataclass(frozen=True)
+class Degrees:
+    """A section of the settings."""
+
+    ring_degree: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank was started with."""
+
+    folder: str
+    sp: Degrees
+
+
+def _prepare() -> Settings:
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("BAD_RANK") == rank:
         raise ValueError("data.paths is bad here")
-    return Path(sys.argv[1])
+    return Settings(sys.argv[1], Degrees(2 if os.environ.get("OTHER_RANK") == rank else 1))
 
 
-def _work(folder: Path, world: World, stop: StopRequest) -> int:
+def _work(settings: Settings, world: World, stop: StopRequest) -> int:
+    folder = Path(settings.folder)
     (folder / f"pid_{world.rank}").write_text(str(os.getpid()))
     fails = os.environ.get("FAIL_RANK") == str(world.rank)
     for step in range(int(sys.argv[2])):
@@ -35,7 +53,7 @@ if __name__ == "__main__":
     launch(
         _prepare,
         _work,
-        settings=lambda folder: ("cpu", 120.0),
-        resume_hint=lambda folder: "resume with: the same command",
+        settings=lambda settings: ("cpu", 120.0),
+        resume_hint=lambda settings: "resume with: the same command",
         handle_signals=True,
     )

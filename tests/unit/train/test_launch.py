@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dbsp_megatron.train.launch import same_start
+
 SCRIPT = Path(__file__).with_name("launched_loop.py")
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -93,3 +95,40 @@ def test_signal_to_one_rank_stops_all_of_them_cleanly(tmp_path: Path, number: si
     assert [process.wait(30) for process in ranks] == [0, 0]
     assert (tmp_path / "stopped_1").read_text() == number.name
     assert (tmp_path / "stopped_0").read_text() == "by another rank"
+
+
+def test_ranks_with_other_settings_end_with_one_line(tmp_path: Path) -> None:
+    """They would make other process groups and wait for one another; the setting is named, with both values."""
+    process = _torchrun(tmp_path, 3, 3, OTHER_RANK="2")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    lines = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert lines == [
+        "error: sp.ring_degree must be equal on all ranks, got 2 on rank 2 and 1 on rank 0: start all of them with the "
+        "same arguments and configuration files"
+    ]
+    assert "exitcode  : 2" in errors
+    assert not list(tmp_path.glob("pid_*"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, "torchrun --nproc_per_node 8 -m x"),
+        (
+            {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "SLURM_PROCID": "0"},
+            "torchrun --nnodes 2 --nproc_per_node 4 -m x on every node",
+        ),
+        ({"SLURM_PROCID": "3", "WORLD_SIZE": "8"}, "srun --ntasks 8 python -m x with"),
+        ({"SLURM_PROCID": "3", "WORLD_SIZE": "8", "RUN_LIFE_DIR": "/runs/a/launch/logs/life_0"}, "launch/run.sh"),
+        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "8", "RUN_LIFE_DIR": "/runs/a"}, "launch/run.sh"),
+        ({"WORLD_SIZE": "8"}, "python -m x on 8 processes"),
+        ({}, "python -m x on 1 processes"),
+    ],
+    ids=str,
+)
+def test_same_start_names_what_started_the_ranks(environ: dict[str, str], words: str) -> None:
+    """Advice to use torchrun is of no use in a job whose ranks srun started."""
+    text = same_start("-m x", environ)
+    assert words in text
+    assert ("torchrun" in text) == words.startswith("torchrun")
