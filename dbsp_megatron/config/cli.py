@@ -200,9 +200,6 @@ def _parse(
     dry_run, world_size, rest = _take_dry_run(argv)
     try:
         values = parser.instantiate(parser.parse_args(expand_aliases(rest, aliases))).as_dict()
-    except NotImplementedError as error:
-        # A setting that a later version will know is, today, a wrong setting.
-        raise ValueError(str(error)) from error
     except TypeError as error:
         # A section that is no mapping, such as `train: 3`.
         raise ValueError(f"a section of the configuration is not a mapping of keys ({error})") from error

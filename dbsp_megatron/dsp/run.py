@@ -41,6 +41,7 @@ class DspRun:
         self._session, self.plan, self._lengths, self._sizes = session, plan, lengths, sizes
         shape = tuple(lengths.values())
         self.layout = all_layouts(shape, session.mesh.axes, session.cut_dims)[0] if plan is None else plan.start
+        self._start = self.layout
         self._open = True
         self._entered: dict[str, tuple[Layout, Layout]] = {}
         self._recorded: list[Stage] = []
@@ -126,6 +127,19 @@ class DspRun:
                     x = cast(Tensor, kind.apply(x, group, dim, lengths))
                 now = now.gather(axis)
         return names.close(x)
+
+    def home(self, x: Tensor, pattern: str) -> Tensor:
+        """The stream cut as it entered; for what a model returns, which has fewer channels than the stream.
+
+        Args:
+            x: this rank's part, cut as the stream is now.
+            pattern: names of its dims.
+        """
+        names = parse(pattern)
+        self._check("home", x, names, self.layout)
+        x = self._move(x, names, self.layout, self._start)
+        self.layout = self._start
+        return x
 
     def slice(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
         """This rank's part of a side input that all ranks hold (masks, tables, embeddings); its gradient is partial.

@@ -92,10 +92,9 @@ class VideoDiT(MegatronModule):
         self.position: PositionEmbedding | None = None
         if config.position_embedding != "none" and self.pre_process:
             self.position = PositionEmbedding(config, dtype)
-        core = default_core_attention(sp) if core_attention is None else core_attention
         self.block = DiTBlock(
             self.config,
-            self._own_layers(dit_block_spec(config, core, sp)),
+            self._own_layers(self._layer_specs(core_attention, sp)),
             recompute=config.recompute,
             pg_collection=groups,
         )
@@ -112,6 +111,12 @@ class VideoDiT(MegatronModule):
         if num_stages > 1:
             self._mark_copies()
         self.reset_parameters()
+
+    def _layer_specs(
+        self, core_attention: CoreAttention | None, sp: SequenceParallel | None
+    ) -> TransformerBlockSubmodules:
+        core = default_core_attention(sp) if core_attention is None else core_attention
+        return dit_block_spec(self.dit_config, core, sp)
 
     def _own_layers(self, spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
         count = self.dit_config.num_attention_layers // group_size(self.pg_collection.pp)

@@ -1,0 +1,142 @@
+"""A layer that attends along one dim, and where it finds that dim whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from dbsp_megatron.dsp import DspRun, Stage
+from dbsp_megatron.models.axial.config import AxialConfig
+from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
+from dbsp_megatron.models.dit.conditioning import Conditioning
+from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules
+from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
+from dbsp_megatron.models.dit.tokens import LocalTokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AxialConditioning(Conditioning):
+    """Made once per pass; a layer is given one of its own, with its dim and the lengths that it meets."""
+
+    run: DspRun | None
+    """The pass that switches; None where one rank holds everything."""
+    lengths: Mapping[str, int]
+    """Length of every sequence dim on this rank, outermost first: of the whole video, until a layer is entered."""
+    along: Mapping[str, LocalTokens]
+    """All places along each dim, with their rotary angles."""
+    time_features: Tensor | None = None
+    """float32 [T, hidden]: added before the first layer along T; None for nothing."""
+    dim: str = ""
+    """The dim that the layer attends along."""
+
+    def entered(self, layer: int, dim: str, x: Tensor) -> tuple[Tensor, AxialConditioning]:
+        """The stream [s, b, hidden] in the layout that a layer computes in, and what that layer is told."""
+        here = replace(self, dim=dim, tokens=self.along[dim])
+        if self.run is None:
+            return x, here
+        name = stage_name(layer, dim)
+        x = self.run.stage(name, x, stream_pattern(self.lengths), needs={dim})
+        return x, replace(here, lengths={each: self.run.local(each, name) for each in self.lengths})
+
+
+def stage_name(layer: int, dim: str) -> str:
+    """Name of layer 0, 1, ... in plans."""
+    return f"layers.{layer}.{dim}"
+
+
+def stream_pattern(dims: Mapping[str, int] | tuple[str, ...]) -> str:
+    """Pattern of the stream: all sequence dims share the first one."""
+    return f"({' '.join(dims)}) B C"
+
+
+def axial_stages(dit: AxialConfig) -> list[Stage]:
+    """What a pass computes: each layer needs the dim that it attends along."""
+    dims = [dit.attention_dim(layer) for layer in range(dit.num_layers)]
+    return [Stage(name=stage_name(layer, dim), needs=frozenset({dim})) for layer, dim in enumerate(dims)]
+
+
+class DenseAttention(MegatronModule):
+    """Attention of everything to everything along dim 0; Megatron's `core_attention` contract."""
+
+    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **_: Any) -> Tensor:
+        """Maps [s, b, h, d], and keys and values [s, b, kv_heads, d], to [s, b, h * d]; b may be 0."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        return out.permute(2, 0, 1, 3).flatten(-2)
+
+
+class AxialSelfAttention(DiTSelfAttention):
+    """Attention along `conditioning.dim`, which this rank has as a whole; all other dims are batch."""
+
+    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
+        """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
+        if not isinstance(conditioning, AxialConditioning):
+            raise ValueError(f"axial attention needs AxialConditioning, got {type(conditioning).__name__}")
+        sizes, dim = (*conditioning.lengths.values(), x.shape[1]), list(conditioning.lengths).index(conditioning.dim)
+        rows = x.view(*sizes, x.shape[2]).movedim(dim, 0)
+        # No -1: this rank may hold nothing.
+        batch = rows.shape[1:-1].numel()
+        out = super().forward(rows.reshape(sizes[dim], batch, x.shape[2]), conditioning)
+        return out.view(*rows.shape[:-1], out.shape[-1]).movedim(0, dim).reshape(*x.shape[:2], out.shape[-1])
+
+
+class AxialLayer(DiTLayer):
+    """`DiTLayer` along one dim; the stream is switched before it where that dim is cut."""
+
+    def __init__(self, config: Any, submodules: DiTLayerSubmodules, layer_number: int = 1, **options: Any) -> None:
+        super().__init__(config, submodules, layer_number, **options)
+        dit: AxialConfig = options["dit"]
+        self.index = self.layer_number - 1
+        self.dim = dit.attention_dim(self.index)
+        self.first_in_time = self.dim == "T" and "T" not in map(dit.attention_dim, range(self.index))
+
+    def forward(self, hidden_states: Tensor, conditioning: Conditioning) -> Tensor:
+        """Maps [s_local, b, hidden] to [s_local, b, hidden], another part of the video where it is switched."""
+        if not isinstance(conditioning, AxialConditioning):
+            raise ValueError(f"an axial layer needs AxialConditioning, got {type(conditioning).__name__}")
+        x, here = conditioning.entered(self.index, self.dim, hidden_states)
+        if self.first_in_time and here.time_features is not None:
+            # Each frame's row for all tokens of it; T comes first.
+            per_frame = x.shape[0] // here.lengths["T"]
+            x = x + here.time_features.to(x.dtype).repeat_interleave(per_frame, dim=0)[:, None]
+        return super().forward(x, here)
+
+
+def axial_block_spec(dit: AxialConfig, core_attention: CoreAttention | None) -> TransformerBlockSubmodules:
+    """The layers of an `AxialDiT`.
+
+    Args:
+        dit: The model description.
+        core_attention: Attention along dim 0 of [s, b, h, d], in Megatron's contract; None for dense attention.
+    """
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))
+    core = DenseAttention if core_attention is None else core_attention
+    attention = ModuleSpec(module=AxialSelfAttention, params={"dit": dit, "core_attention": core})
+    specs = {
+        dim: ModuleSpec(
+            module=AxialLayer,
+            params={"dit": dit, "norms_cross": dit.cross_norm},
+            submodules=DiTLayerSubmodules(
+                self_attention=attention,
+                cross_attention=(
+                    ModuleSpec(module=DiTCrossAttention, params={"dit": replace(dit, qk_norm="none")})
+                    if dit.attends_text(dim)
+                    else None
+                ),
+                mlp=mlp,
+            ),
+        )
+        for dim in dit.attention_dims
+    }
+    return TransformerBlockSubmodules(layer_specs=[specs[dit.attention_dim(n)] for n in range(dit.num_layers)])
