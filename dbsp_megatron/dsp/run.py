@@ -105,19 +105,21 @@ class DspRun:
         # The whole tensor is not to be kept alive by a view of it.
         return self._tagged(names.close(x).clone(memory_format=torch.contiguous_format), names, self.layout)
 
-    def leave(self, x: Tensor, pattern: str, *, grad: GradKind = "whole") -> Tensor:
+    def leave(self, x: Tensor, pattern: str, *, grad: GradKind = "whole", stage: str | None = None) -> Tensor:
         """The whole tensor on every rank; a loss that is computed on shards does not need it.
 
         Args:
             x: this rank's part, cut as the stream is now.
             pattern: names of its dims.
             grad: what the gradient of the result is, see `primitives`.
+            stage: the stage that made x, needed where it is recomputed.
         """
         check_grad_kind("dsp: leave", grad)
         names = parse(pattern)
-        self._check("leave", x, names, self.layout)
-        x = names.open(x, self._local(self.layout), "dsp: leave", self._sizes)
-        now = names.layout(tuple(x.shape), self._session.grid, self.layout)
+        layout = self.layout if stage is None else self._entered[stage][1]
+        self._check("leave", x, names, layout)
+        x = names.open(x, self._local(layout), "dsp: leave", self._sizes)
+        now = names.layout(tuple(x.shape), self._session.grid, layout)
         for dim, axes in enumerate(now.shards):
             for axis in reversed(axes):
                 group = self._session.mesh.groups[axis.name]

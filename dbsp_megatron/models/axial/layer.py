@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from dbsp_megatron.dsp import DspRun, Stage
 from dbsp_megatron.models.axial.config import AxialConfig
+from dbsp_megatron.models.dense_attention import dense_attention
 from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules
@@ -72,8 +72,7 @@ class DenseAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **_: Any) -> Tensor:
         """Maps [s, b, h, d], and keys and values [s, b, kv_heads, d], to [s, b, h * d]; b may be 0."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-        return out.permute(2, 0, 1, 3).flatten(-2)
+        return dense_attention(q, k, v).permute(2, 0, 1, 3).flatten(-2)
 
 
 class AxialSelfAttention(DiTSelfAttention):

@@ -276,7 +276,10 @@ def _config_from_text(text: str, where: str) -> DiTConfig:
         raise ValueError(f"{where} must be plain YAML data: {error}") from error
     if not isinstance(raw, Mapping):
         raise ValueError(f"{where} must hold a mapping of DiTConfig fields; got {type(raw).__name__}")
-    kind = _config_class(raw)
+    try:
+        kind = _config_class(raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     known = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(str(key) for key in raw if key not in known)
     if unknown:
@@ -292,6 +295,8 @@ def _config_from_text(text: str, where: str) -> DiTConfig:
 
 def _config_class(fields: Mapping[str, Any]) -> type[DiTConfig]:
     """A model that attends along its dims in turn says so by `attention_dims`."""
+    if "msa_channels" in fields:
+        raise ValueError("it describes an Evoformer, no video model: read it with load_evoformer_config")
     if "attention_dims" not in fields:
         return DiTConfig
     from dbsp_megatron.models.axial.config import AxialConfig  # subclasses DiTConfig
