@@ -17,6 +17,8 @@ from dbsp_megatron.observability import WandbConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
 
 _METHODS_BY_HEAD = ("file", "paro", "duo")
+_AXIAL_METHODS = ("dense", "topp", "topk", "sparge")
+"""Methods that read nothing but one sequence's queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,10 +225,10 @@ def check_strategy(model: DiTConfig, name: str, sp: SequenceParallelConfig, mask
             f"sp.strategy={sp.strategy} splits one sequence, model={name} attends along {', '.join(model.grid_dims)} "
             "in turn: use sp.strategy=dsp, or none on one rank"
         )
-    if mask.method != "dense":
+    if mask.method not in _AXIAL_METHODS or mask.cube is not None:
         raise ValueError(
-            f"mask.method={mask.method} is for attention to whole videos, model={name} attends along "
-            f"{', '.join(model.grid_dims)} in turn: use mask.method=dense"
+            f"mask.method={mask.method} with mask.cube={mask.cube} is for attention to whole videos, model={name} "
+            f"attends along {', '.join(model.grid_dims)} in turn: use one of {', '.join(_AXIAL_METHODS)}, and no cube"
         )
 
 

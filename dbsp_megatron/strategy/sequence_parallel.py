@@ -157,6 +157,11 @@ class SequenceParallel:
                 "(attention_dims) and switch by themselves: take such a model, or strategy dbsp for one sequence"
             )
 
+    @property
+    def step(self) -> int:
+        """The step begun last; 0 before any."""
+        return self._step or 0
+
     def count_sent(self, num_bytes: int) -> None:
         """Add bytes that a model sent over these ranks by itself to those of the step."""
         self._runner.traffic.bytes_sent += num_bytes

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.axial import AxialDiT
+from dbsp_megatron.models.axial.sparse import SparseAttention
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.forward import Grid, ShardedModel
@@ -25,7 +26,7 @@ class ShardedAxialModel(ShardedModel):
         model: the model itself.
         config: its description.
         sp: of strategy dsp, or none.
-        mask: dense.
+        mask: which attention blocks are computed along long dims.
         options: as of `ShardedModel`.
     """
 
@@ -82,6 +83,17 @@ class ShardedAxialModel(ShardedModel):
             timesteps.to(self._device),
             grid=grid,
             context=None if context is None else context.to(self._device),
+            sparse=self._sparse(),
+        )
+
+    def _sparse(self) -> SparseAttention | None:
+        if self._method.name == "dense":
+            return None
+        return SparseAttention(
+            method=self._method,
+            block_size=self.sp.config.block_size,
+            engine=self.sp.config.engine,
+            step=self.sp.step,
         )
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dbsp_megatron.dsp import DspGroup, DspMesh, explain
+from dbsp_megatron.masks.top_k import TopKMask
+from dbsp_megatron.models.axial.sparse import SparseAttention
 from tests.distributed.axial_models import NAMES, build, guidance, inputs, part, reference, tiny
 from tests.distributed.dsp_models import check, mesh_of_world, refused, summed
 from tests.distributed.sharded import recorded_collectives
@@ -94,6 +96,28 @@ def _interleaved(rank: int, world_size: int) -> None:
 
 def test_two_sizes_at_once_with_recompute() -> None:
     run_ranks(_interleaved, 3)
+
+
+def _sparse(rank: int, world_size: int) -> None:
+    """Frames of 11 tokens in blocks of 2: a mask for each frame and sample."""
+    config = tiny("stdit3_xl_2")
+    given, weights = inputs(config, (3, 1, 11), 2)
+    dense, _ = reference(config, given, weights)
+    given["sparse"] = SparseAttention(method=TopKMask(density=0.3), block_size=2, engine="torch")
+    out, wanted = reference(config, given, weights)
+    assert float((out - dense).abs().max()) > 1e-3
+    model = build(config, mesh_of_world())
+    positions = model.local_positions(given["grid"])
+    got = model(**part(model, given))
+    torch.testing.assert_close(got, out[:, positions], rtol=0, atol=1e-11)
+    (got * weights[:, positions]).sum().backward()
+    check(summed(gradients(model)), wanted, "sparse")
+
+
+def test_masks_of_frames_do_not_depend_on_the_ranks() -> None:
+    """Also where a rank holds no frame in layers along S."""
+    for world_size in (2, 4):
+        run_ranks(_sparse, world_size)
 
 
 def _two_axes(rank: int, world_size: int) -> None:

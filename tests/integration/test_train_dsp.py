@@ -58,8 +58,10 @@ def dsp_config(root: Path, ranks: int = 1, model: str = SPACE_TIME, **loop: Any)
         temporary = root / f"model_{os.getpid()}.tmp"
         temporary.write_text(model)
         temporary.replace(path)
+    mask, block_size = loop.pop("mask", MaskConfig(method="dense")), loop.pop("block_size", 64)
     config = make_config(root, strategy="none" if ranks == 1 else "dsp", ulysses=ranks, **loop)
-    return dataclasses.replace(config, mask=MaskConfig(method="dense"), parallel=parallel)
+    sp = dataclasses.replace(config.sp, block_size=block_size)
+    return dataclasses.replace(config, mask=mask, parallel=parallel, sp=sp)
 
 
 def train(config: TrainConfig) -> tuple[list[float], Tensor]:
@@ -84,6 +86,16 @@ def test_five_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, model: 
     for losses, final in runs:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference[0]), rtol=1e-4, atol=0)
         torch.testing.assert_close(final, reference[1], rtol=0, atol=1e-4)
+
+
+def test_sparse_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """Frames of 9 tokens in 5 blocks of 2, a mask for each; the 4 frames are too few blocks."""
+    sparse: dict[str, Any] = {"mask": MaskConfig(method="topk", density=0.4), "block_size": 2, "recompute": True}
+    reference = train(dsp_config(tmp_path, **sparse))
+    losses, final = run_ranks(_train, 3, tmp_path, [{"ranks": 3, **sparse}], timeout_s=200)[0][0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference[0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(final, reference[1], rtol=0, atol=1e-4)
+    assert (train(dsp_config(tmp_path))[1] - final).abs().max() > 1e-3
 
 
 def test_gradients_have_the_scale_of_one_process(tmp_path: Path) -> None:
@@ -181,7 +193,8 @@ def test_a_whole_run_reports(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"sp": SequenceParallelConfig(strategy="dbsp")}, "sp.strategy=dbsp splits one sequence"),
-        ({"mask": MaskConfig(method="topk")}, "mask.method=topk is for attention to whole videos"),
+        ({"mask": MaskConfig(method="radial")}, "mask.method=radial .* is for attention to whole videos"),
+        ({"mask": MaskConfig(method="topk", cube=(1, 2, 2))}, "mask.cube=.1, 2, 2. is for attention to whole videos"),
         ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "parallel.tensor_parallel_size=2"),
         ({"sp": SequenceParallelConfig(strategy="dsp", ring_degree=2)}, "ring_degree"),
     ],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dbsp_megatron.dsp import DspRun, Stage
 from dbsp_megatron.models.axial.config import AxialConfig
+from dbsp_megatron.models.axial.sparse import SparseAttention
 from dbsp_megatron.models.dense_attention import dense_attention
 from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
 from dbsp_megatron.models.dit.conditioning import Conditioning
@@ -34,6 +35,8 @@ class AxialConditioning(Conditioning):
     """All places along each dim, with their rotary angles."""
     time_features: Tensor | None = None
     """float32 [T, hidden]: added before the first layer along T; None for nothing."""
+    sparse: SparseAttention | None = None
+    """Which blocks are computed along long dims; None for all."""
     dim: str = ""
     """The dim that the layer attends along."""
 
@@ -78,6 +81,10 @@ class DenseAttention(MegatronModule):
 class AxialSelfAttention(DiTSelfAttention):
     """Attention along `conditioning.dim`, which this rank has as a whole; all other dims are batch."""
 
+    def __init__(self, config: Any, layer_number: int, **options: Any) -> None:
+        super().__init__(config, layer_number, **options)
+        self.index = layer_number - 1
+
     def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
         if not isinstance(conditioning, AxialConditioning):
@@ -88,6 +95,14 @@ class AxialSelfAttention(DiTSelfAttention):
         batch = rows.shape[1:-1].numel()
         out = super().forward(rows.reshape(sizes[dim], batch, x.shape[2]), conditioning)
         return out.view(*rows.shape[:-1], out.shape[-1]).movedim(0, dim).reshape(*x.shape[:2], out.shape[-1])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, conditioning: Conditioning) -> Tensor:
+        """See `DiTSelfAttention.attend`."""
+        sparse = conditioning.sparse if isinstance(conditioning, AxialConditioning) else None
+        # A rank that holds nothing leaves it to dense attention, which gives nothing its gradients.
+        if sparse is None or not sparse.takes(len(q)) or not q.numel():
+            return super().attend(q, k, v, conditioning)
+        return sparse(q, k, v, self.index)
 
 
 class AxialLayer(DiTLayer):

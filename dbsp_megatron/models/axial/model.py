@@ -14,6 +14,7 @@ from dbsp_megatron.dsp import DspGroup, DspMesh, DspRun, DspSession
 from dbsp_megatron.models.axial.config import AxialConfig
 from dbsp_megatron.models.axial.layer import AxialConditioning, axial_block_spec, axial_stages, stream_pattern
 from dbsp_megatron.models.axial.positions import space_features, time_features
+from dbsp_megatron.models.axial.sparse import SparseAttention
 from dbsp_megatron.models.dit.attention import CoreAttention
 from dbsp_megatron.models.dit.embeddings import TimestepEmbedding
 from dbsp_megatron.models.dit.model import VideoDiT
@@ -161,6 +162,7 @@ class AxialDiT(VideoDiT):
         grid: Grid,
         context: Tensor | None = None,
         fps: Tensor | None = None,
+        sparse: SparseAttention | None = None,
     ) -> Tensor:
         """Predicts this rank's tokens.
 
@@ -170,6 +172,7 @@ class AxialDiT(VideoDiT):
             grid: Patches along time, height and width of the whole video; 1 frame for an image.
             context: [B, L, text_dim], the whole text on every rank; all of it is attended to.
             fps: float [B], frames per second, for a model that is told; None takes `config.fps`.
+            sparse: Which blocks are computed along long dims; None for all.
 
         Returns:
             [B, s_local, patch_out_dim], for the same tokens.
@@ -182,10 +185,10 @@ class AxialDiT(VideoDiT):
         if self.session is None:
             if problem is not None:
                 raise ValueError(problem)
-            return self._predict(None, video_tokens, timestep, grid, context, fps)
+            return self._predict(None, video_tokens, timestep, grid, context, fps, sparse)
         sizes = {"B": len(timestep)} | ({} if context is None else {"L": context.shape[1]})
         with self.session.run(lengths, sizes, problem=problem) as run:
-            return self._predict(run, video_tokens, timestep, grid, context, fps)
+            return self._predict(run, video_tokens, timestep, grid, context, fps, sparse)
 
     def _predict(
         self,
@@ -195,6 +198,7 @@ class AxialDiT(VideoDiT):
         grid: Grid,
         context: Tensor | None,
         fps: Tensor | None,
+        sparse: SparseAttention | None,
     ) -> Tensor:
         dit, device = self.dit_config, video_tokens.device
         time_embedding = self.time_embed(timestep)
@@ -214,6 +218,7 @@ class AxialDiT(VideoDiT):
             lengths=lengths,
             along=along,
             time_features=frames,
+            sparse=sparse,
         )
         x = self.block(self._embedded(video_tokens, grid), conditioning)
         if self.output is None:

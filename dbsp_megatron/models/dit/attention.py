@@ -147,9 +147,7 @@ class DiTSelfAttention(MegatronModule):
             both = zip(self.text_qkv(text), self.qkv(video), strict=True)
             q, k, v = (tokens.merge(of_text, of_video) for of_text, of_video in both)
         q, k = (apply_rotary(each, tokens.cos, tokens.sin) for each in (q, k))
-        out = self.core_attention(
-            q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None
-        )
+        out = self.attend(q, k, v, conditioning)
         if self.coarse_branch is not None:
             # Behind the attention of tokens, in which ranks have made sure that their tensors fit together.
             out = self.coarse_branch(out, q, k, v, x, tokens)
@@ -159,6 +157,13 @@ class DiTSelfAttention(MegatronModule):
             return projected
         text, video = tokens.split(out)
         return tokens.merge(self.text_linear_proj(text)[0], self.linear_proj(video)[0])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, conditioning: Conditioning) -> Tensor:
+        """Attention of rotated queries and keys [s_local, b, heads, d], as [s_local, b, heads * d]."""
+        out: Tensor = self.core_attention(
+            q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None
+        )
+        return out
 
 
 class DiTCrossAttention(MegatronModule):

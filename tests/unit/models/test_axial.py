@@ -10,8 +10,10 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from dbsp_megatron.masks.top_k import TopKMask
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.axial.positions import space_features, time_features
+from dbsp_megatron.models.axial.sparse import SparseAttention
 from dbsp_megatron.models.dit import load_model_config
 from dbsp_megatron.models.dit.config import model_config_text, model_from_fields
 from tests.distributed.axial_models import build, inputs, tiny
@@ -189,3 +191,21 @@ def test_descriptions_survive_yaml_and_state(tmp_path: Any) -> None:
     path = tmp_path / "copy.yaml"
     path.write_text(model_config_text(config))
     assert load_model_config(path) == config
+
+
+def test_sparse_attention_computes_the_blocks_of_each_mask() -> None:
+    """Head dim 24, which kernels see as 32; batch entries have masks of their own."""
+    q, k, v = torch.randn(3, 11, 2, 4, 24, dtype=torch.float64)
+    method = TopKMask(density=0.4)
+    mask = method.mask(q.transpose(0, 1), k.transpose(0, 1), block_size=2)
+    assert not torch.equal(mask.blocks[0], mask.blocks[1])
+    got = SparseAttention(method=method, block_size=2, engine="torch")(q, k, v, 0)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / 24**0.5
+    weights = scores.masked_fill(~mask.to_dense(), float("-inf")).softmax(-1)
+    torch.testing.assert_close(got, torch.einsum("bhqk,kbhd->qbhd", weights, v).flatten(2), rtol=0, atol=1e-10)
+
+
+def test_short_dims_are_attended_densely() -> None:
+    sparse = SparseAttention(method=TopKMask(density=0.4), block_size=3)
+    assert not sparse.takes(11)
+    assert sparse.takes(12)
