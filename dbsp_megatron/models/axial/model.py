@@ -47,6 +47,7 @@ class AxialDiT(VideoDiT):
         ValueError: Tensor or pipeline parallelism is asked for, or `sp` is of another strategy.
     """
 
+    described_by = AxialConfig
     dit_config: AxialConfig
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from megatron.core.enums import ModelType
@@ -49,8 +49,11 @@ class VideoDiT(MegatronModule):
         dit_config: The model description.
 
     Raises:
-        ValueError: If heads or feed-forward channels cannot be split over the tensor-parallel ranks.
+        ValueError: If heads or feed-forward channels cannot be split over the tensor-parallel ranks, or the description
+            is of another kind of model.
     """
+
+    described_by: ClassVar[type[DiTConfig]] = DiTConfig
 
     def __init__(
         self,
@@ -61,6 +64,11 @@ class VideoDiT(MegatronModule):
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
     ) -> None:
+        if type(config) is not self.described_by:
+            raise ValueError(
+                f"{type(self).__name__} is described by a {self.described_by.__name__}, got {type(config).__name__}: "
+                "use models.build.build_model, which takes all"
+            )
         groups = process_groups(pg_collection)
         sp_size = 1 if sp is None else sp.size
         super().__init__(config=dit_transformer_config(config, groups, sp_size, sequence_parallel=sequence_parallel))

@@ -10,14 +10,18 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from dbsp_megatron.config.cli import parse_train
 from dbsp_megatron.masks.top_k import TopKMask
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.axial.positions import space_features, time_features
 from dbsp_megatron.models.axial.sparse import SparseAttention
-from dbsp_megatron.models.dit import load_model_config
+from dbsp_megatron.models.build import build_model
+from dbsp_megatron.models.convert import from_model_config
+from dbsp_megatron.models.dit import VideoDiT, load_model_config
 from dbsp_megatron.models.dit.config import model_config_text, model_from_fields
 from tests.distributed.axial_models import build, inputs, tiny
 from tests.unit.models.test_published_models import Weights, tokens_of
+from tools.explain_layout import understand
 
 COUNTS = {
     "stdit3_xl_2": 1_207_643_936,
@@ -209,3 +213,22 @@ def test_short_dims_are_attended_densely() -> None:
     sparse = SparseAttention(method=TopKMask(density=0.4), block_size=3)
     assert not sparse.takes(11)
     assert sparse.takes(12)
+
+
+def test_other_builders_refuse_the_description() -> None:
+    """A model of another kind would be built from the same numbers in silence."""
+    config = tiny("stdit3_xl_2")
+    with pytest.raises(ValueError, match="VideoDiT is described by a DiTConfig, got AxialConfig"):
+        VideoDiT(config)
+    with pytest.raises(ValueError, match="AxialDiT is described by a AxialConfig, got DiTConfig"):
+        AxialDiT(load_model_config("dit_debug"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="AxialConfig, whose layers attend along one dim each, is not converted"):
+        from_model_config(config)
+    assert type(build_model(config)) is AxialDiT
+    assert type(build_model(load_model_config("dit_debug"))) is VideoDiT
+
+
+def test_explain_says_that_it_does_not_know_the_model() -> None:
+    config = parse_train(["--model", "axial_debug", "--sp-strategy", "dsp", "--data.patch_size", "[1,4,4]"]).config
+    with pytest.raises(ValueError, match="attends along one dim at a time, which is not explained here"):
+        understand(config, 2)
