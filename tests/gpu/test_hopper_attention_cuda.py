@@ -27,8 +27,8 @@ from tests.unit.kernels.attention_cases import (
 
 pytestmark = pytest.mark.gpu
 
-# Half a unit of bf16 for the result and one for the weights, relative to values that may be larger than the result. The
-# largest weight of a row is not 1, and so is rounded as well, where the kernel left a slightly smaller maximum in place.
+# Half a unit of bf16 for the result and one for the weights, relative to values that may be larger than the result.
+# The largest weight of a row is not 1, and so is rounded too, where the kernel left a slightly smaller maximum alone.
 OUT_TOLERANCE = 6e-3
 GRADIENT_TOLERANCE = 4e-3
 LSE_TOLERANCE = 1e-5
