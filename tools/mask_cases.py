@@ -105,6 +105,8 @@ def parse_case(text: str) -> MaskCase:
             if not equals:
                 raise ValueError(f"{text!r}: settings are key=value with commas between, got {word!r}")
             settings[key] = value if key in ("path", "label") else _value(value)
+            if key == "global_heads" and isinstance(settings[key], int):
+                settings[key] = (settings[key],)
     cube = settings.pop("cube", None)
     usual = name if cube is None else f"{name}, cubes"
     label = str(settings.pop("label", usual))

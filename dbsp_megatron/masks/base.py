@@ -83,6 +83,7 @@ class MaskMethod(ABC):
         Raises:
             ValueError: settings name heads or layers that there are not.
         """
+        return None
 
     def head_orders(
         self, layer: int, step: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None

@@ -35,6 +35,7 @@ def test_parse_case_reads_settings_of_heads() -> None:
     assert case.build() == SpargeMask((0.5, 0.625, 1))
     assert case.settings_text == "top_p 0.5+0.625+1"
     assert parse_case("duo:global_heads=0+1+3").settings_text == "global_heads 0+1+3"
+    assert parse_case("duo:global_heads=2").build() == DuoMask((2,))
 
 
 def test_parse_case_reads_a_yaml_section(tmp_path: Path) -> None:
