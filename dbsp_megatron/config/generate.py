@@ -140,6 +140,7 @@ class PipelineConfig:
         asked = self.generate
         grid = sizes.grid_for(asked.num_frames or 1, asked.height, asked.width)
         mesh = resolve_mesh(self.sp, world_size, sizes.num_heads)
+        self.mask.check_model(sizes.num_heads, num_layers)
         return ResolvedRun(
             mesh=mesh,
             strategy=self.sp.strategy,
