@@ -147,7 +147,7 @@ def test_parallelize_refuses_what_it_cannot_honour(sp: SequenceParallel) -> None
 @needs_diffusers
 def test_calls_refuse_what_was_done_since(sp: SequenceParallel) -> None:
     """A processor, cache or compilation that came later would silently attend to one rank's tokens (Traps B35, B37)."""
-    from diffusers import FirstBlockCacheConfig
+    from diffusers import FirstBlockCacheConfig, MagCacheConfig
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
     model = make_model("wan")
@@ -163,6 +163,9 @@ def test_calls_refuse_what_was_done_since(sp: SequenceParallel) -> None:
     with parallelize(model, sp):
         model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
         assert "fbc_leader_block_hook" in refusal()
+        model.disable_cache()
+        model.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=2))
+        assert "Calibrate without parallelize" in refusal()
         model.disable_cache()
         model.compile(backend="eager")
         assert "compiled as a whole" in refusal()
