@@ -43,6 +43,20 @@ def _wan() -> Any:
     )
 
 
+def _wan_ti2v() -> Any:
+    """One timestep for each token, as in Wan 2.2 5B."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    return WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=make_model("wan ti2v"),
+        expand_timesteps=True,
+    )
+
+
 def _cogvideox() -> Any:
     from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline
 
@@ -64,8 +78,8 @@ def _flux() -> Any:
     return FluxPipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, model)
 
 
-PIPELINES = {"wan": _wan, "cogvideox": _cogvideox, "hunyuan": _hunyuan, "flux": _flux}
-STEPS = {"wan": 3, "cogvideox": 2, "hunyuan": 2, "flux": 2}
+PIPELINES = {"wan": _wan, "wan ti2v": _wan_ti2v, "cogvideox": _cogvideox, "hunyuan": _hunyuan, "flux": _flux}
+STEPS = {"wan": 3, "wan ti2v": 2, "cogvideox": 2, "hunyuan": 2, "flux": 2}
 
 
 def _arguments(name: str) -> dict[str, Any]:
@@ -121,7 +135,7 @@ def _compare(rank: int, world_size: int, names: list[str]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, ["wan", "flux"]), (3, ["cogvideox", "hunyuan"])])
+@pytest.mark.parametrize(("world_size", "names"), [(2, ["wan", "wan ti2v", "flux"]), (3, ["cogvideox", "hunyuan"])])
 def test_pipeline_equals_one_process(world_size: int, names: list[str]) -> None:
     """Two experts, guidance in one call and in two, prompts of unequal length, and dense first steps."""
     problems = [problem for rank in run_ranks(_compare, world_size, names, timeout_s=120) for problem in rank]

@@ -335,10 +335,11 @@ def test_layout_may_change_between_steps_but_not_under_a_feature_cache(
 
 
 @needs_diffusers
-def test_flux_ids_that_are_no_grid_have_none(sp: SequenceParallel) -> None:
+@pytest.mark.parametrize("shift", [0, -20, 10**6])
+def test_flux_ids_that_are_no_grid_have_none(shift: int, sp: SequenceParallel) -> None:
     model = make_model("flux")
     inputs = make_inputs("flux", model)
-    inputs["img_ids"] = inputs["img_ids"].flip(0)
+    inputs["img_ids"] = inputs["img_ids"].flip(0) + shift
     with torch.no_grad():
         want = model(**inputs).sample
         with parallelize(model, sp):
