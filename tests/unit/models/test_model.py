@@ -145,10 +145,12 @@ def test_video_dit_follows_positions_in_any_order(text: str) -> None:
 @pytest.mark.parametrize("text", MODES)
 def test_recompute_changes_no_output_and_no_gradient(text: str) -> None:
     config = tiny_config(text)
-    results, calls = {}, {}
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    calls = {}
     for recompute in ("none", "selective", "full"):
         model = make_model(dataclasses.replace(config, recompute=recompute))
-        attention, found = model.block.layers[0].self_attention, []
+        attention = model.block.layers[0].self_attention
+        found: list[str] = []
         for name, part in (("core", attention.core_attention), ("projection", attention.qkv)):
             part.register_forward_hook(lambda *_, name=name, found=found: found.append(name))
         out = model(**make_inputs(config))
