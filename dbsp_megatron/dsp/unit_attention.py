@@ -10,7 +10,8 @@ balanced by dense blocks, in place of whole entries or whole heads, and cut at q
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from dbsp_megatron.attention.engines import check_engine
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.dsp.group import DspGroup, as_dsp_group
-from dbsp_megatron.dsp.layout import normal_dim
+from dbsp_megatron.dsp.layout import Coords, Layout, normal_dim
+from dbsp_megatron.dsp.mesh import DspMesh
+from dbsp_megatron.dsp.patterns import Pattern
 from dbsp_megatron.dsp.primitives import AnyGroup, agreed, grad_belief, tag_for
 from dbsp_megatron.dsp.tags import Tag, tag, tag_of
 from dbsp_megatron.dsp.unit_exchange import carry
@@ -115,6 +118,82 @@ def attend_units(
     if home.shape[-1] != q.shape[-1]:
         layout = type(layout)((*layout.shape[:-1], home.shape[-1]), layout.shards)
     return tag(home, layout, before.coords)
+
+
+def attend_over(
+    qkv: Sequence[Tensor],
+    pattern: Pattern,
+    over: str,
+    on_grid: Layout,
+    grid: tuple[str, ...],
+    mesh: DspMesh,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """`DspRun.attend` of opened tensors: attention over a grid dim, in units if it is cut.
+
+    Args:
+        qkv: q, k, v, one dim for each name.
+        pattern: names of their dims.
+        over: the attended dim.
+        on_grid: how they are cut.
+        grid: names of the grid.
+        mesh: the axes.
+        options: of `attend_units`.
+
+    Raises:
+        ValueError: the pattern lacks the dim or ends with dims of the grid, or `attend_units` refuses the call.
+    """
+    names = pattern.names
+    if over not in names[:-2] or over not in grid or set(names[-2:]) & set(grid):
+        raise ValueError(
+            f"dsp: attend over {over!r} needs a pattern with this grid dim, heads and entries last, got "
+            f"{pattern.text!r} and the grid {list(grid)}: write it like 'B T S H D'"
+        )
+    dim = names.index(over)
+    cutting = [axis for axis in on_grid.shards[grid.index(over)] if axis.size > 1]
+    layouts = [pattern.layout(tuple(x.shape), grid, on_grid) for x in qkv]
+    # Objects of their own, as tensors of the caller may have tags that say the same with other words.
+    parts = [tag(x.view_as(x), layout, mesh.coords) for x, layout in zip(qkv, layouts, strict=True)]
+    if cutting:
+        return attend_units(*parts, mesh.groups[cutting[-1].name], dim, **options)
+    return _attend_here(parts, dim, layouts[0], mesh.coords, **options)
+
+
+def _attend_here(
+    qkv: Sequence[Tensor],
+    dim: int,
+    layout: Layout,
+    coords: Coords,
+    *,
+    mask: BlockMask | None = None,
+    scale: float | None = None,
+    tolerance: float = 0.1,
+    block_size: int = 64,
+    engine: str = "auto",
+) -> Tensor:
+    """Attention over a dim that is whole here, options as in `attend_units`."""
+    q, k, v = qkv
+    _check_tensors(q, k, v)
+    heads, places = q.shape[-2], q.shape[dim]
+    lengths = layout.shape[:-2]
+    whole = UnitShape(lengths, dim, dim, (places,), heads, k.shape[-2], q.shape[-1], v.shape[-1])
+    if mask is None:
+        mask = BlockMask.dense(heads, places, block_size_q=block_size, block_size_k=block_size, device=q.device)
+    _check_mask(mask, whole)
+    if not q.numel():
+        return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(*q.shape[:-1], v.shape[-1])
+    if mask.batch_size > 1:
+        # Frames of the mask are counted in the whole.
+        others = [n for at, n in enumerate(lengths) if at != dim]
+        blocks = mask.blocks.unflatten(0, others)
+        here = [layout.positions(at, coords) for at in range(len(lengths)) if at != dim]
+        for at, positions in enumerate(here):
+            blocks = blocks.narrow(at, positions.start, len(positions))
+        mask = BlockMask(blocks.flatten(0, len(here) - 1), mask.block_size_q, mask.block_size_k, places, places)
+    moved = [x.movedim(dim, -3) for x in qkv]
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in moved)
+    out = cast(Tensor, block_sparse_attention(query, key, value, mask, scale, return_lse=False, engine=engine))
+    return out.view(*moved[0].shape[:-1], -1).movedim(-3, dim)
 
 
 def unit_plan_of(
