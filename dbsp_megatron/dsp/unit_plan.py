@@ -62,6 +62,7 @@ class UnitPlan:
         device: of q, k, v.
 
     Attributes:
+        shape: as given.
         items: int64 [n, 4], see `plan_units`.
         loads: int64 [ranks], dense blocks of each rank.
         calls: what this rank computes, each with its mask and the numbers of its kv units (None: all here).
@@ -69,7 +70,7 @@ class UnitPlan:
     """
 
     def __init__(self, shape: UnitShape, mask: BlockMask, tolerance: float, rank: int, device: torch.device) -> None:
-        size = len(shape.pieces)
+        self.shape, size = shape, len(shape.pieces)
         ratio = shape.heads // shape.kv_heads
         cost = unit_row_cost(mask, shape.num_frames)
         self.items = plan_units(cost, size, num_kv_units=shape.num_frames * shape.kv_heads, tolerance=tolerance)

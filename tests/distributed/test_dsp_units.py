@@ -77,9 +77,11 @@ class Case:
         return (out.detach(), *torch.autograd.grad((out * self.tensors()[3]).sum(), leaves))
 
 
-# Frames fewer than ranks, one frame, one frame and head (cut at q-blocks), places fewer than ranks, GQA, batch, values
+# Fewer rows of q-blocks than ranks, frames fewer than ranks, one frame, one frame and head (cut at q-blocks), places fewer than ranks, GQA, batch, values
 # of another width, the attended dim in front of the other one, ranks that cut the frames, three dims.
 CASES = [
+    Case((1, 1, 4), 2, 2, 1, 1),
+    Case((1, 1, 3), 2, 2, 1, 1, (2, 3), "heads"),
     Case((1, 3, 7), 2, 2, 4, 4),
     Case((2, 3, 7), 2, 2, 4, 2, (4, 6), "heads"),
     Case((1, 1, 9), 2, 2, 5, 1, (3, 2), "heads"),
@@ -210,6 +212,14 @@ def _uses(rank: int, world_size: int) -> None:
     assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in low)
     with torch.no_grad():
         assert not _run(case, group, leaves).requires_grad
+    # Plans are kept by what a mask holds: another mask of the same shape, and one that is written to in place.
+    mask = case.block_mask()
+    assert mask is not None
+    other = BlockMask(~mask.blocks, 2, 2, 7, 7)
+    first, second = (attend_units(*parts[:3], group, 2, mask=each) for each in (mask, other))
+    assert not torch.equal(first, second)
+    mask.blocks.logical_not_()
+    assert torch.equal(attend_units(*parts[:3], group, 2, mask=mask), second)
 
 
 def test_units_take_tags_strides_recompute_and_half_precision() -> None:
