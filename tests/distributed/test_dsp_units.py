@@ -77,8 +77,9 @@ class Case:
         return (out.detach(), *torch.autograd.grad((out * self.tensors()[3]).sum(), leaves))
 
 
-# Fewer rows of q-blocks than ranks, frames fewer than ranks, one frame, one frame and head (cut at q-blocks), places fewer than ranks, GQA, batch, values
-# of another width, the attended dim in front of the other one, ranks that cut the frames, three dims.
+# Fewer rows of q-blocks than ranks, frames fewer than ranks, one frame, one frame and head (cut at q-blocks), places
+# fewer than ranks, GQA, batch, values of another width, the attended dim in front of the other one, ranks that cut the
+# frames, three dims.
 CASES = [
     Case((1, 1, 4), 2, 2, 1, 1),
     Case((1, 1, 3), 2, 2, 1, 1, (2, 3), "heads"),
