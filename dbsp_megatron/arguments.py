@@ -13,7 +13,8 @@ _MASK_FLAGS: dict[str, tuple[str, type, str, str]] = {
         "--sp-top-p",
         float,
         "P",
-        "topp, sparge: share of the estimated attention weight to keep in each row of blocks",
+        "topp, sparge: share of the estimated attention weight to keep in each row of blocks; sparge also takes one "
+        "for each head",
     ),
     "density": (
         "--sp-mask-density",
@@ -30,7 +31,12 @@ _MASK_FLAGS: dict[str, tuple[str, type, str, str]] = {
     ),
     "sample_rows": ("--sp-mask-sample-rows", int, "N", "sparse_videogen: query tokens that decide the kind of a head"),
     "tile": ("--sp-mask-tile", int, "T H W", "sliding_tile: tokens of a tile"),
-    "window": ("--sp-mask-window", int, "T H W", "sliding_tile: tiles of the window, odd numbers"),
+    "window": (
+        "--sp-mask-window",
+        int,
+        "N",
+        "sliding_tile: three odd numbers, tiles of the window along T, H and W; several windows go to heads in turn",
+    ),
     "width": ("--sp-mask-width", float, "X", "radial: factor on the width of its windows"),
     "sink_frames": (
         "--sp-mask-sink-frames",
@@ -54,6 +60,8 @@ _MASK_FLAGS: dict[str, tuple[str, type, str, str]] = {
     "ramp_steps": ("--sp-mask-ramp-steps", int, "N", "steps of the ramp"),
 }
 """Fields of MaskConfig (all but the method): flag, type, metavar and help."""
+_SEVERAL = {"top_p": "+", "window": "+", "global_heads": "*"}
+"""Fields whose flag takes any number of values."""
 
 
 def add_dbsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -138,7 +146,7 @@ def add_dbsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             flag,
             dest=f"sp_mask_{key}",
             type=kind,
-            nargs="*" if metavar == "HEAD" else count,
+            nargs=_SEVERAL.get(key, count),
             default=getattr(mask, key),
             metavar=metavar if count is None else tuple(metavar.split()),
             help=text,
@@ -178,6 +186,11 @@ def mask_config_from_args(args: argparse.Namespace) -> MaskConfig:
     for key in _MASK_FLAGS:
         given = getattr(args, f"sp_mask_{key}")
         settings[key] = tuple(given) if isinstance(given, list) else given
+    share, window = settings["top_p"], settings["window"]
+    if share is not None and len(share) == 1:
+        settings["top_p"] = share[0]
+    if window is not None and len(window) > 3 and len(window) % 3 == 0:
+        settings["window"] = tuple(window[first : first + 3] for first in range(0, len(window), 3))
     return MaskConfig(method=args.sp_mask, **settings)
 
 

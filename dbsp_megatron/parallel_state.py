@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,17 @@ class SequenceParallelGroups:
         """
         check_degrees(ulysses_degree, ring_degree, self.size)
         return self.meshes[ulysses_degree, ring_degree]
+
+    def alone(self) -> dist.ProcessGroup:
+        """A group of this rank by itself; collective.
+
+        Raises:
+            ValueError: there is no process group.
+        """
+        if self.group is None:
+            raise ValueError("a group of one rank needs torch.distributed: call init_process_group first")
+        made = {rank: self._new_group([rank]) for rank in self.ranks}
+        return cast(dist.ProcessGroup, made[self.ranks[self.rank]])
 
     def destroy(self) -> None:
         """Release the groups made here; groups given from outside stay alive. May be called again."""

@@ -30,6 +30,7 @@ if not __package__:  # Run by its path: the repository is not on sys.path.
 
 from dbsp_megatron import BlockMask, MaskConfig, __version__, block_sparse_attention, build_mask_method
 from dbsp_megatron.masks import METHODS, MaskMethod, TokenGrid, write_masks
+from dbsp_megatron.masks.tile_order import check_sizes
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.environment import collect_environment
 from tools.attention_rounds import Clock
@@ -76,6 +77,11 @@ class BenchConfig:
         for flag in ("heads", "kv_heads", "head_dim", "repeats"):
             if getattr(self, flag) < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(self, flag)}")
+        if min(self.block_sizes) < 1:
+            raise ValueError(f"--block-size must be at least 1, got {min(self.block_sizes)}")
+        check_sizes("--grid", self.grid)
+        if self.cube is not None:
+            check_sizes("--cube", self.cube)
         if self.heads % self.kv_heads:
             raise ValueError(f"--kv-heads must divide --heads, got {self.kv_heads} and {self.heads}: pass a divisor")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -200,6 +200,7 @@ def calibrate_duo(inputs: Inputs, given: argparse.Namespace) -> dict[str, Any]:
     geometry, far = inputs.geometry, Means()
     windows = {"sink_tokens": given.sink_tokens, "window_tokens": given.window_tokens}
     cube = None if given.cube is None else check_sizes("--cube", given.cube)
+    local_heads = DuoMask((), **windows)
 
     def judge(x: LayerInputs) -> None:
         x = ordered(x, geometry, cube)
@@ -211,7 +212,7 @@ def calibrate_duo(inputs: Inputs, given: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"layers {missing} have no inputs, duo names heads of every layer: dump all of them")
     needs = torch.stack([far.of(layer) for layer in far.layers]).numpy()
     nothing = torch.zeros((1, geometry.seqlen, 1, 1), device=given.device)
-    local = DuoMask((), **windows).mask(nothing, nothing, block_size=geometry.block_size).density
+    local = local_heads.mask(nothing, nothing, block_size=geometry.block_size).density
     share = 0.0 if local >= given.density else (given.density - local) / (1 - local)
     judged = needs.mean(0, keepdims=True) if given.shared_heads else needs
     chosen = global_heads(judged, round(share * judged.size))

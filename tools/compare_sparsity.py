@@ -76,12 +76,15 @@ class Study:
         given: parsed arguments.
 
     Raises:
-        ValueError: an unknown variant, or the folder holds results of other settings.
+        ValueError: an unknown variant, settings that a run does not take, or the folder holds results of other ones.
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
+        _check(given)
         self.variants = _variants(given)
+        # All of them at once: a mistake in the last must not be found after the first has trained.
+        self._runs = self._plan()
         self._path = given.output / "results.json"
         settings = {
             "recipe": Path(given.config).read_text(),
@@ -101,19 +104,30 @@ class Study:
 
     def run(self) -> None:
         """Whatever is not done yet."""
+        for seed, name, config in self._runs:
+            self._do(seed, name, config)
+
+    def _plan(self) -> list[tuple[int, str, TrainConfig]]:
+        """Seed, name and configuration of each run, in order."""
+        runs = []
         for seed in self.given.seeds:
-            steps = self.given.pretrain_steps
-            first = self._config(f"seed{seed}_{PRETRAIN}", seed, steps, [])
-            self._do(seed, PRETRAIN, first)
+            first = self._config(f"seed{seed}_{PRETRAIN}", seed, self.given.pretrain_steps, [])
+            runs.append((seed, PRETRAIN, first))
             start = str(Path(first.run.root) / first.run.name)
             for name, words in {DENSE: "", **self.variants}.items():
                 flags = [f"--run.init_from={start}", f"--optim.lr={self.given.finetune_lr}", *shlex.split(words)]
-                seeded = _FINETUNE_SEED + seed
-                self._do(seed, name, self._config(f"seed{seed}_{name}", seeded, self.given.finetune_steps, flags))
+                steps, seeded = self.given.finetune_steps, _FINETUNE_SEED + seed
+                runs.append((seed, name, self._config(f"seed{seed}_{name}", seeded, steps, flags)))
+        return runs
 
     def _config(self, name: str, seed: int, steps: int, flags: Sequence[str]) -> TrainConfig:
         words = ["--config", str(self.given.config), f"--run.root={self.given.output / 'runs'}", f"--run.name={name}"]
-        return parse_train([*words, f"--train.seed={seed}", f"--train.steps={steps}", *flags]).config
+        try:
+            config = parse_train([*words, f"--train.seed={seed}", f"--train.steps={steps}", *flags]).config
+            config.validate(1)
+        except ValueError as error:
+            raise ValueError(f"run {name}: {error}") from error
+        return config
 
     def _do(self, seed: int, name: str, config: TrainConfig) -> None:
         key = f"{seed} {name}"
@@ -173,6 +187,16 @@ def write_report(record: dict[str, Any], output: Path) -> None:
     write_text(output / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(output / "report.md", study_markdown(summary) + "\n")
     plot_study(record, summary, output / "report.png")
+
+
+def _check(given: argparse.Namespace) -> None:
+    for key in ("pretrain_steps", "finetune_steps", "eval_every", "eval_draws"):
+        if getattr(given, key) < 1:
+            raise ValueError(f"--{key.replace('_', '-')} must be at least 1, got {getattr(given, key)}")
+    if len(set(given.seeds)) < len(given.seeds):
+        raise ValueError(f"--seeds must differ, got {given.seeds}: name each once")
+    if not given.config.is_file():
+        raise ValueError(f"--config must be a YAML file of dbsp-train, got {given.config}")
 
 
 def _variants(given: argparse.Namespace) -> dict[str, str]:

@@ -93,7 +93,7 @@ def _about_memory(situation: Situation, memory: Sequence[MemoryPart], limits: Li
                 "(parallel.data_parallel=fsdp, train.engine=megatron or deepspeed, parallel.tensor_parallel_size), "
                 "train adapters (lora.rank), or take a smaller model"
             )
-        elif not situation.recompute:
+        elif situation.recompute != "full":
             remedy = f"set train.recompute=true, or {remedy}"
         found.append(
             Advice(what=f"a rank needs about {total:.3g} GiB of a device's {limits.memory_gib:g} GiB", remedy=remedy)

@@ -16,7 +16,7 @@ from dbsp_megatron.masks import MaskMethod, TokenGrid, build_mask_method
 from dbsp_megatron.masks.file import FileMask
 from dbsp_megatron.masks.schedule import ScheduledMask
 from dbsp_megatron.models.axial import AxialConfig
-from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.config import DiTConfig, Recompute
 from dbsp_megatron.plan import block_homes
 from dbsp_megatron.strategy import get_strategy
 from dbsp_megatron.strategy.base import SequenceParallelStrategy
@@ -102,9 +102,10 @@ class Situation:
         return loop.global_batch_size // (self.resolved.mesh.dp_size * loop.micro_batch_size)
 
     @property
-    def recompute(self) -> bool:
-        """Activations are computed again in the backward pass."""
-        return self.config.train.recompute or self.model.recompute == "full"
+    def recompute(self) -> Recompute:
+        """Which activations are computed again in the backward pass."""
+        kind = self.config.train.recompute_kind
+        return self.model.recompute if kind == "none" else kind
 
     def node_of(self, rank: int) -> str:
         """Name of the node that a global rank runs on."""

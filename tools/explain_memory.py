@@ -98,7 +98,8 @@ def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) 
     how = f"{most} tokens x {batch} samples, counted on a model without data{whole}{copies}"
     num_layers = situation.resolved.num_layers
     attention = num_layers * attention_bytes(situation, tokens, plan)
-    if situation.recompute:
+    if situation.recompute != "none":
+        selective = situation.recompute == "selective"
         kept = saved.fixed + num_layers * saved.layer_input
         if bf16:
             # Autocast keeps them until the backward pass has ended.
@@ -109,24 +110,23 @@ def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) 
                 name="layer inputs",
                 num_bytes=kept,
                 exact=False,
-                note=f"{most} tokens x {batch} samples; recompute is on",
+                note=f"{most} tokens x {batch} samples; recompute is {situation.recompute}",
             ),
             MemoryPart(
                 name="one layer, recomputed",
-                num_bytes=saved.layer + attention // num_layers,
+                num_bytes=saved.layer + (0 if selective else attention // num_layers),
                 exact=False,
-                note="activations and attention of the layer that is in its backward pass",
+                note=f"activations{'' if selective else ' and attention'} of the layer that is in its backward pass",
             ),
         ]
+        if selective:
+            # The part behind attention keeps its input, which came back over ranks.
+            behind = num_layers * most * batch * situation.model.num_heads * situation.model.heads_dim
+            parts.append(_kept_attention(attention + behind * call_shape(situation).dtype.itemsize, num_layers))
     else:
         parts += [
             MemoryPart(name="activations", num_bytes=saved.fixed + saved.layers, exact=False, note=how),
-            MemoryPart(
-                name="attention, kept",
-                num_bytes=attention,
-                exact=False,
-                note=f"q, k, v, out and lse of {num_layers} layers, as the plan places them",
-            ),
+            _kept_attention(attention, num_layers),
         ]
     parts.append(
         MemoryPart(
@@ -137,6 +137,11 @@ def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) 
         )
     )
     return parts
+
+
+def _kept_attention(num_bytes: int, num_layers: int) -> MemoryPart:
+    note = f"q, k, v, out and lse of {num_layers} layers, as the plan places them"
+    return MemoryPart(name="attention, kept", num_bytes=num_bytes, exact=False, note=note)
 
 
 def checkpoint_bytes(situation: Situation) -> int:

@@ -58,7 +58,7 @@ def _run(facts: dict[str, Any]) -> dict[str, str]:
         "mesh": f"{mesh['strategy']}: {mesh['ulysses']} ulysses x {mesh['ring']} ring{chosen}",
         "batch": f"{run['global_batch_size']} clips a step = {mesh['data']} x {run['micro_batches']} micro-batches of "
         f"{run['micro_batch_size']}",
-        "recompute": "on" if run["recompute"] else "off",
+        "recompute": run["recompute"],
         "checkpoints": (f"every {run['checkpoint_every']} steps" if run["checkpoint_every"] else "at the end only")
         + f", {_size(run['checkpoint_bytes'])} each",
         "mask": f"{facts['masks']['method']}; density {facts['masks']['density']:.3f} "

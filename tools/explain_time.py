@@ -240,10 +240,10 @@ def _step_time(
     rates = [model.rate(direction) for direction in ("forward", "backward")]
     alone = sum(float(rate.time_us(dense * batch, rows * batch)) for rate in rates) / 1e3
     passes = situation.num_micro_batches
-    attention = passes * resolved.num_layers * (forward * (1 + situation.recompute) + backward)
+    attention = passes * resolved.num_layers * (forward * (1 + (situation.recompute == "full")) + backward)
     tokens = batch * passes * -(-resolved.num_tokens // situation.sp_size)
     # Two operations a weight and token forward, twice as many backward.
-    operations = 2 * resolved.num_parameters * tokens * (3 + situation.recompute)
+    operations = 2 * resolved.num_parameters * tokens * (3 + (situation.recompute != "none"))
     other = operations / _flops_per_us(model, rates[0]) / 1e3
     reduce = _reduce_ms(situation)
     exposed = max(0.0, (reduce or 0.0) - backward * resolved.num_layers - other / 2)

@@ -59,10 +59,18 @@ class MaskCase:
     @property
     def settings_text(self) -> str:
         """Settings in a few words; files by their names."""
-        words = [f"{key} {_short(value)}" for key, value in self.settings.items()]
+        words = [f"{key} {_in_words(key, value)}" for key, value in self.settings.items()]
         if self.cube is not None:
             words.append(f"cubes {_short(self.cube)}")
         return ", ".join(words) or "-"
+
+
+def _in_words(key: str, value: Any) -> str:
+    if key == "global_heads" and value and isinstance(value[0], tuple):
+        return f"{sum(map(len, value))} in {len(value)} layers"
+    if key == "global_heads":
+        return "+".join(map(str, value)) or "none"
+    return _short(value)
 
 
 def _short(value: Any) -> str:
@@ -71,16 +79,18 @@ def _short(value: Any) -> str:
     if isinstance(value, str):
         return Path(value).name
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return f"{sum(map(len, value))} in {len(value)} layers"
+        return "+".join(map(_short, value))
     if isinstance(value, tuple):
-        return "x".join(map(str, value)) if len(value) == 3 else "+".join(map(str, value)) or "none"
+        sizes = len(value) == 3 and all(isinstance(part, int) for part in value)
+        return ("x" if sizes else "+").join(map(_short, value)) or "none"
     return str(value)
 
 
 def parse_case(text: str) -> MaskCase:
     """A case from `NAME`, `NAME:key=value,...`, or the `mask` section of a YAML file.
 
-    Values are YAML; `2x2x4` is three sizes, `0+3` a list. `cube` is the token order, `label` the name in tables.
+    Values are YAML; `2x2x4` is three sizes, `0+3` a list, as is `1x3x1+3x1x3`. `cube` is the token order, `label` the
+    name in tables.
 
     Raises:
         ValueError: it cannot be read.
@@ -95,6 +105,8 @@ def parse_case(text: str) -> MaskCase:
             if not equals:
                 raise ValueError(f"{text!r}: settings are key=value with commas between, got {word!r}")
             settings[key] = value if key in ("path", "label") else _value(value)
+            if key == "global_heads" and isinstance(settings[key], int):
+                settings[key] = (settings[key],)
     cube = settings.pop("cube", None)
     usual = name if cube is None else f"{name}, cubes"
     label = str(settings.pop("label", usual))
@@ -107,9 +119,11 @@ def _value(text: str) -> Any:
     parts = text.split("x")
     if len(parts) == 3 and all(part.isdecimal() for part in parts):
         return tuple(map(int, parts))
-    if "+" in text and all(part.isdecimal() for part in text.split("+")):
-        return tuple(map(int, text.split("+")))
-    return yaml.safe_load(text)
+    if "+" in text:
+        several = tuple(map(_value, text.split("+")))
+        if all(isinstance(part, (int, float, tuple)) for part in several):
+            return several
+    return _tuples(yaml.safe_load(text))
 
 
 def _from_yaml(path: Path) -> tuple[str, dict[str, Any]]:

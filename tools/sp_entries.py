@@ -42,18 +42,23 @@ class Problem:
         return self.q, self.k, self.v, self.dout
 
 
-class Entry(Protocol):
-    """An implementation of one attention on this rank; collective."""
+class Differentiable(Protocol):
+    """Something computed on this rank, with gradients; collective."""
 
-    name: str
-    mesh: Mesh
     leaves: list[Tensor]
-    """q, k, v here, with gradients wanted."""
+    """Tensors here with gradients wanted: q, k, v, or an input and parameters."""
     dout: Tensor
     """Gradient of the output here."""
 
     def attend(self) -> Tensor:
         """Output of the tokens here, with a graph where gradients are enabled."""
+
+
+class Entry(Differentiable, Protocol):
+    """An implementation of one attention on this rank."""
+
+    name: str
+    mesh: Mesh
 
     def whole(self, x: Tensor) -> Tensor:
         """What all ranks hold of a tensor like the output, in the order of the sequence."""
@@ -65,19 +70,19 @@ class Entry(Protocol):
         """Release what it holds."""
 
 
-def forward(entry: Entry) -> Tensor:
+def forward(entry: Differentiable) -> Tensor:
     """Output alone."""
     with torch.no_grad():
         return entry.attend()
 
 
-def gradients(entry: Entry, out: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v of an output with a graph."""
+def gradients(entry: Differentiable, out: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the leaves of an output with a graph."""
     return torch.autograd.grad(out, entry.leaves, entry.dout)
 
 
-def forward_backward(entry: Entry) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k, v."""
+def forward_backward(entry: Differentiable) -> tuple[Tensor, ...]:
+    """Output and gradients of the leaves."""
     with torch.enable_grad():
         out = entry.attend()
         return (out.detach(), *gradients(entry, out))

@@ -67,7 +67,9 @@ class TrainedRun:
         encoder = PixelPatchEncoder(self.config.patch_size)
         grid = encoder.grid_for(*(int(settings[key]) for key in ("num_frames", "height", "width")))
         seqlen = self.config.sequence_text_len + TokenGrid(*grid).num_tokens
-        self.geometry = Geometry(grid=grid, seqlen=seqlen, block_size=block_size or int(saved["sp"]["block_size"]))
+        self.geometry = Geometry(
+            grid=grid, seqlen=seqlen, block_size=int(saved["sp"]["block_size"]) if block_size is None else block_size
+        )
         self._loader = ClipLoader(self.dataset, encoder, ContextSource(self.config, saved["train"]["context"]))
         self.sp = SequenceParallel(
             SequenceParallelConfig(strategy="none", block_size=self.geometry.block_size, engine=engine)

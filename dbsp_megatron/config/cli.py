@@ -14,6 +14,7 @@ import yaml
 
 from dbsp_megatron.config.generate import GenerateConfig, PipelineConfig
 from dbsp_megatron.config.schema import InferConfig, TrainConfig
+from dbsp_megatron.masks.config import COMMON, MaskConfig
 
 ConfigT = TypeVar("ConfigT", TrainConfig, InferConfig, PipelineConfig)
 
@@ -166,9 +167,13 @@ def expand_aliases(argv: Sequence[str], aliases: Mapping[str, str]) -> list[str]
 
 def without_section(argv: Sequence[str], section: str) -> list[str]:
     """Arguments of `dbsp-infer` without the flags of one section, and with their short names replaced."""
+    return _without_section(expand_aliases(argv, INFER_ALIASES), section)
+
+
+def _without_section(words: Sequence[str], section: str) -> list[str]:
     kept: list[str] = []
     dropping = False
-    for word in expand_aliases(argv, INFER_ALIASES):
+    for word in words:
         if word.startswith("--"):
             dropping = word.startswith(f"--{section}.")
         if not dropping:
@@ -198,13 +203,42 @@ def _parse(
         parser.set_defaults(dict(defaults))
     # Not keys of the configuration: they are taken out first, so that --print-config shows a file that can be used.
     dry_run, world_size, rest = _take_dry_run(argv)
+    words = _files_first(expand_aliases(rest, aliases))
     try:
-        values = parser.instantiate(parser.parse_args(expand_aliases(rest, aliases))).as_dict()
+        values = parser.instantiate(_with_own_settings(parser, words)).as_dict()
     except TypeError as error:
         # A section that is no mapping, such as `train: 3`.
         raise ValueError(f"a section of the configuration is not a mapping of keys ({error})") from error
     values.pop("config")
     return Command(config=kind(**values), dry_run=dry_run, world_size=world_size)
+
+
+def _files_first(words: Sequence[str]) -> list[str]:
+    """The words with `--config FILE` in front: the parser lets what comes later win, and flags are to win anywhere."""
+    files: list[str] = []
+    others: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--config" and left:
+            files += [word, left.pop(0)]
+        else:
+            (files if word.startswith("--config=") else others).append(word)
+    return files + others
+
+
+def _with_own_settings(parser: _Parser, words: list[str]) -> jsonargparse.Namespace:
+    """Parsed words, in which a mask method named by a flag has its own settings, not those of the file's method."""
+    parsed = parser.parse_args(words)
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    if "--mask.method" not in flags or "mask.method" not in parsed:
+        return parsed
+    others = parser.parse_args(_without_section(words, "mask"))
+    if others["mask.method"] != parsed["mask.method"]:
+        for key in (f"mask.{f.name}" for f in fields(MaskConfig) if f.name not in COMMON):
+            if f"--{key}" not in flags:
+                parsed[key] = None
+    return parsed
 
 
 def _take_dry_run(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:

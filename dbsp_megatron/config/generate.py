@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dbsp_megatron.config.resolve import ResolvedRun, resolve_mesh
+from dbsp_megatron.config.resolve import ResolvedMesh, ResolvedRun, resolve_mesh
 from dbsp_megatron.config.sections import require
 from dbsp_megatron.masks import MaskConfig
+from dbsp_megatron.models.diffusers.guidance import NUM_BRANCHES
 from dbsp_megatron.models.diffusers.sizes import PipelineSizes
 from dbsp_megatron.strategy import SequenceParallelConfig
 
@@ -61,6 +62,8 @@ class GenerateConfig:
     """Make everything a second time with dense attention, and write PSNR, SSIM and a picture of both."""
     reuse_report: bool = False
     """Replay plan reuse by several rules on the counts of all steps: hit rates, plans made anew, regret."""
+    cfg_parallel: bool = False
+    """Each branch of classifier-free guidance on one half of the ranks."""
     overwrite: bool = False
     """Make outputs anew that exist already."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -139,7 +142,8 @@ class PipelineConfig:
         """
         asked = self.generate
         grid = sizes.grid_for(asked.num_frames or 1, asked.height, asked.width)
-        mesh = resolve_mesh(self.sp, world_size, sizes.num_heads)
+        mesh = self._mesh(world_size, sizes.num_heads)
+        self.mask.check_model(sizes.num_heads, num_layers)
         return ResolvedRun(
             mesh=mesh,
             strategy=self.sp.strategy,
@@ -153,6 +157,22 @@ class PipelineConfig:
             batch=f"{num_prompts} prompt{'s' if num_prompts != 1 else ''}, {mesh.dp_size} at a time",
             steps=asked.steps,
         )
+
+    def _mesh(self, world_size: int, num_heads: int) -> ResolvedMesh:
+        if not self.generate.cfg_parallel:
+            return resolve_mesh(self.sp, world_size, num_heads)
+        if world_size % NUM_BRANCHES:
+            raise ValueError(
+                "generate.cfg_parallel=true takes an even number of processes, one half for each branch of guidance, "
+                f"got {world_size}; start one more or less, or leave it out"
+            )
+        try:
+            half = resolve_mesh(self.sp, world_size // NUM_BRANCHES, num_heads)
+        except ValueError as error:
+            raise ValueError(
+                f"generate.cfg_parallel=true gives a branch half of {world_size} processes: {error}"
+            ) from None
+        return replace(half, world_size=world_size, branches=NUM_BRANCHES)
 
 
 def check_reuse_report(key: str, wanted: bool, sp: SequenceParallelConfig) -> None:

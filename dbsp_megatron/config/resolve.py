@@ -25,6 +25,8 @@ class ResolvedMesh:
     """(U, R) of which layers choose at run time; empty if the degrees are those of all layers."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    branches: int = 1
+    """Groups of ranks that work on one sample, each on its own branch of guidance."""
 
     @property
     def sp_size(self) -> int:
@@ -34,7 +36,8 @@ class ResolvedMesh:
     @property
     def dp_size(self) -> int:
         """Groups that work on different samples."""
-        return self.world_size // (self.sp_size * self.tensor_parallel_size * self.pipeline_parallel_size)
+        model = self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.world_size // (self.sp_size * self.branches * model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,8 @@ class ResolvedRun:
         if self.strategy == "dsp":
             degrees, blocks = f"{mesh.sp_size} ranks", "frames, or tokens of a frame, cut in turn"
             heads = f"all {self.num_heads}"
+        if mesh.branches > 1:
+            split += f" x {mesh.branches} branches of guidance"
         text = f"{self.text_tokens} text + " if self.text_tokens else ""
         facts = {
             "processes": f"{mesh.world_size} = {mesh.dp_size} data parallel x {mesh.sp_size} sequence parallel{split}",

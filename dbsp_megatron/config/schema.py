@@ -16,7 +16,6 @@ from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.observability import WandbConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
 
-_METHODS_BY_HEAD = ("file", "paro", "duo")
 _AXIAL_METHODS = ("dense", "topp", "topk", "sparge")
 """Methods that read nothing but one sequence's queries and keys."""
 
@@ -56,10 +55,12 @@ class TrainConfig:
             raise ValueError(
                 f"parallel.sequence_parallel=true does not go with lora.rank={self.lora.rank}; set it to false"
             )
-        if self.parallel.tensor_parallel_size > 1 and self.mask.method in _METHODS_BY_HEAD:
+        by_head = self.mask.setting_by_head
+        if self.parallel.tensor_parallel_size > 1 and by_head:
             raise ValueError(
-                f"mask.method={self.mask.method} names heads of the whole model, of which a tensor-parallel rank has a "
-                f"part: it needs parallel.tensor_parallel_size=1, got {self.parallel.tensor_parallel_size}"
+                f"mask.method={self.mask.method} tells heads of the whole model apart (mask.{by_head}), of which a "
+                "tensor-parallel rank has a part: it needs parallel.tensor_parallel_size=1, got "
+                f"{self.parallel.tensor_parallel_size}"
             )
 
     def load_model(self) -> DiTConfig:
@@ -84,6 +85,7 @@ class TrainConfig:
         check_strategy(model, self.model, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads, self.parallel)
         check_split(model, self.model, self.parallel)
+        self.mask.check_model(model.num_heads, model.num_attention_layers)
         if self.parallel.data_parallel == "fsdp" and mesh.dp_size * mesh.sp_size == 1:
             raise ValueError(
                 "parallel.data_parallel=fsdp splits weights over data and sequence ranks, of which it needs at least "
@@ -148,6 +150,7 @@ class InferConfig:
                 raise ValueError(f"sample.{key}={value} needs a model with text; this one has none: remove the setting")
         check_strategy(model, self.checkpoint, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads)
+        self.mask.check_model(model.num_heads, model.num_attention_layers)
         return ResolvedRun(
             mesh=mesh,
             strategy=self.sp.strategy,

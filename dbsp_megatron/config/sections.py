@@ -68,8 +68,9 @@ class LoopConfig:
     """Limit of the global gradient norm; 0 only measures it."""
     ema_decay: float = 0.0
     """Decay of the averaged weights that are used for sampling; 0 keeps none."""
-    recompute: bool = False
-    """Recompute activations in the backward pass instead of storing them."""
+    recompute: bool | Literal["selective", "full"] = False
+    """Recompute activations in the backward pass instead of storing them: `full` (or true) everything, `selective` all
+    but the attention of tokens, which takes most of the time of a long sequence and little memory."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution of training timesteps: flat, sigmoid of a normal, or SD3's mode sampling."""
     logit_mean: float = 0.0
@@ -137,6 +138,11 @@ class LoopConfig:
             self.eval_samples,
             "hold out some clips or set train.eval_every=0",
         )
+
+    @property
+    def recompute_kind(self) -> Literal["none", "selective", "full"]:
+        """`recompute` in one word."""
+        return "full" if self.recompute is True else self.recompute or "none"
 
 
 @dataclass(frozen=True, kw_only=True)

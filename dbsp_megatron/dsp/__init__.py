@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from dbsp_megatron.dsp.specs import Boundary, StageSpec, stage
     from dbsp_megatron.dsp.stages import Link, Stage, StagePlan
     from dbsp_megatron.dsp.tags import layout_of, tag
+    from dbsp_megatron.dsp.unit_attention import attend_units, unit_plan_of
+    from dbsp_megatron.dsp.unit_plan import UnitPlan
 
 # Lazy, as torch.fx and fake tensors take a while to import.
 _MODULES = {
@@ -37,6 +39,8 @@ _MODULES = {
     "specs": ("Boundary", "StageSpec", "stage"),
     "stages": ("Link", "Stage", "StagePlan"),
     "tags": ("layout_of", "tag"),
+    "unit_attention": ("attend_units", "unit_plan_of"),
+    "unit_plan": ("UnitPlan",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -57,6 +61,8 @@ __all__ = [
     "StagePlan",
     "StageSpec",
     "Traffic",
+    "UnitPlan",
+    "attend_units",
     "explain",
     "gather",
     "layout_of",
@@ -69,6 +75,7 @@ __all__ = [
     "switch_start",
     "tag",
     "trace",
+    "unit_plan_of",
 ]
 
 

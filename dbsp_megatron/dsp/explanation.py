@@ -11,7 +11,7 @@ from dbsp_megatron.dsp.graph import BEGIN
 from dbsp_megatron.dsp.hooks import Parallelized, installed
 from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.session import DspSession
-from dbsp_megatron.dsp.stages import StagePlan
+from dbsp_megatron.dsp.stages import StagePlan, unit_share
 
 _MAX_LISTED = 40
 
@@ -77,6 +77,14 @@ def describe(plan: StagePlan) -> str:
         rows.append(
             f"  {where}: {kind} {plan.grid[move.from_dim]} -> {plan.grid[move.to_dim]} over {move.axis}, {_bytes(sent)}"
         )
+    for step in plan.steps:
+        share = unit_share(step.compute, step.stage, plan.grid) if step.in_units else None
+        if share is not None:
+            sent = share.sent * (step.stage.unit_bytes or 4 * step.stage.stream_bytes)
+            rows.append(
+                f"  {step.stage.name}: attention in units over {share.axis}, about {_bytes(sent)}; fullest rank "
+                f"{share.share * ranks:.2f} of an even share"
+            )
     lines += rows[:_MAX_LISTED]
     if len(rows) > _MAX_LISTED:
         lines.append(f"  ... and {len(rows) - _MAX_LISTED} more")

@@ -5,6 +5,9 @@ a row with the same need share one, and with one axis and equal bytes the plan c
 for K dims in turn is K / (K - 1) switches a cycle instead of K. The first cut is free, as the input is cut before it is
 embedded, and nothing is gathered at the end, as the loss is computed on shards.
 
+A stage whose attention can be computed in (frame, head) units may leave its dim cut. It does where that is cheaper, or,
+where no times are known, where every switch leaves ranks idle.
+
 Source: DSP (arXiv:2403.10266), which fixes the switches of each model by hand. Differs: they are found, for any number
 of dims and axes, weighted by bytes and links; a branch may switch alone where that is cheaper.
 """
@@ -13,15 +16,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from dbsp_megatron.dsp.layout import Axis, Layout
-from dbsp_megatron.dsp.stages import Link, PlannedStage, Stage, StagePlan, SwitchStep
+from dbsp_megatron.dsp.stages import Link, PlannedStage, Stage, StagePlan, SwitchStep, unit_share
 
 Cost = tuple[float, int]
 """(nanoseconds, switches): equal times are decided by fewer switches."""
 _FREE: Cost = (0, 0)
+_MOST_IDLE = 1.1
+"""Without times of stages a switch must not leave the fullest rank more than this above an even share, if units do."""
 
 
 def _plus(a: Cost, b: Cost) -> Cost:
@@ -59,6 +65,10 @@ class _Walks:
         self._links = {link.axis: link for link in links}
         self._dims = dims
         self.from_layout: Callable[[Layout, int], dict[Layout, tuple[Cost, tuple[SwitchStep, ...]]]] = cache(self._from)
+
+    def link(self, axis: Axis) -> Link:
+        """Price of an axis."""
+        return self._links[axis]
 
     def _price(self, layout: Layout, move: SwitchStep, point_bytes: int) -> Cost:
         link = self._links[move.axis]
@@ -177,7 +187,8 @@ class _Search:
 
     def node(self, stage: Stage) -> list[tuple[Cost, Layout | None]]:
         """For every layout of the stream the cost of a stage and the layout that it computes in; None: impossible."""
-        key = (stage.needs, stage.branch, stage.stream_bytes, stage.branch_bytes, stage.rate, stage.time_ns)
+        sizes = (stage.stream_bytes, stage.branch_bytes, stage.unit_bytes)
+        key = (stage.needs, stage.branch, sizes, stage.rate, stage.time_ns, stage.units)
         if key not in self._nodes:
             self._nodes[key] = [self._node(stage, layout) for layout in self._layouts]
         return self._nodes[key]
@@ -186,17 +197,39 @@ class _Search:
         best: tuple[Cost, Layout | None] = ((float("inf"), 0), None)
         size = stage.branch_bytes or stage.stream_bytes
         for layout in [stream, *self._layouts] if stage.branch else [stream]:
-            if not fits_stage(layout, stage, self._names):
+            inside = self._inside(stage, layout)
+            if inside is None:
                 continue
             ways = self._walks.from_layout(stream, size), self._walks.from_layout(layout, size)
             if layout not in ways[0] or stream not in ways[1]:
                 continue
             there, back = ways[0][layout][0], ways[1][stream][0]
-            moved = there[0] + back[0] + (stage.time_ns * layout.share() if stage.time_ns else 0)
-            cost = (moved * stage.rate if stage.rate != 1 else moved, there[1] + back[1])
+            moved = there[0] + back[0] + inside[0]
+            cost = (moved * stage.rate if stage.rate != 1 else moved, there[1] + back[1] + inside[1])
             if cost < best[0]:
                 best = cost, layout
         return best
+
+    def _inside(self, stage: Stage, layout: Layout) -> Cost | None:
+        """(nanoseconds, collectives) of a stage itself in a layout; None: impossible."""
+        if fits_stage(layout, stage, self._names):
+            if not stage.time_ns and layout.share() > self._largest_share(stage):
+                return None
+            return (stage.time_ns * layout.share() if stage.time_ns else 0), 0
+        found = unit_share(layout, stage, self._names)
+        if found is None:
+            return None
+        link = self._walks.link(found.axis)
+        sent = found.sent * (stage.unit_bytes or 4 * stage.stream_bytes)
+        return 2 * link.ns_per_switch + link.ns_per_byte * sent + stage.time_ns * found.share, 2
+
+    def _largest_share(self, stage: Stage) -> float:
+        """Share of the fullest rank above which a stage is better computed in units."""
+        shares = [found.share for layout in self._layouts if (found := unit_share(layout, stage, self._names))]
+        if not shares:
+            return float("inf")
+        ranks = math.prod(axis.size for axis in self._layouts[0].axes)
+        return max(_MOST_IDLE / ranks, min(shares))
 
     def computes_in(self, stage: Stage, stream: Layout) -> Layout:
         """The layout that a stage computes in, given that of the stream."""
@@ -260,7 +293,8 @@ def _plan(
         size = stage.branch_bytes or stage.stream_bytes
         moves = way(before, stream, stage.stream_bytes)
         into, out = way(stream, compute, size), way(compute, stream, size)
-        steps.append(PlannedStage(stage, stream, compute, moves, into, out))
+        in_units = not fits_stage(compute, stage, names)
+        steps.append(PlannedStage(stage, stream, compute, moves, into, out, in_units))
     last = stages[-1].stream_bytes
     return StagePlan(names, tuple(links), tuple(steps), way(path[-2], path[-1], last), last)
 

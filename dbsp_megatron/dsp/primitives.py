@@ -19,7 +19,7 @@ layout travels with the tensor, one uneven all-to-all a switch instead of a list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar, cast
 
 import torch
@@ -141,7 +141,7 @@ def split(x: Tensor, group: AnyGroup, dim: int, *, grad: GradKind = "whole") -> 
         check_shape(x, before, "dsp.split")
         return at, Tag(before.layout.split(where.axis, at), {**before.coords, **where.coords})
 
-    at, after = _agreed(where, "dsp.split", x, prepare, lambda plan: (plan[1], plan[0], grad))
+    at, after = agreed(where, "dsp.split", x, prepare, lambda plan: (plan[1], plan[0], grad))
     lengths = after.layout.pieces(at, where.axis, after.coords)
     if where.size == 1:
         piece = x.view_as(x)
@@ -174,7 +174,7 @@ def gather(x: Tensor, group: AnyGroup, dim: int, *, length: int | None = None, g
     def prepare() -> tuple[int, Tag, tuple[int, ...]]:
         at = normal_dim(dim, x.dim(), "dim")
         check_grad_kind("dsp.gather", grad)
-        before = _tag_for(x, where, at, length, "dsp.gather")
+        before = tag_for(x, where, at, length, "dsp.gather")
         now = before.layout.dim_of(where.axis)
         if now != at:
             here = f"holds copies on axis {where.axis.name!r}" if now is None else f"is cut along dim {now}"
@@ -185,7 +185,7 @@ def gather(x: Tensor, group: AnyGroup, dim: int, *, length: int | None = None, g
         after = Tag(before.layout.gather(where.axis), before.coords)
         return at, after, before.layout.pieces(at, where.axis, before.coords)
 
-    at, after, lengths = _agreed(where, "dsp.gather", x, prepare, lambda plan: (plan[1], plan[0], grad))
+    at, after, lengths = agreed(where, "dsp.gather", x, prepare, lambda plan: (plan[1], plan[0], grad))
     if where.size == 1:
         whole = x.view_as(x)
     else:
@@ -199,17 +199,17 @@ def _plan_switch(x: Tensor, group: DspGroup, from_dim: int, to_dim: int, length:
 
     def prepare() -> tuple[int, int, Tag, Move]:
         start, end = normal_dim(from_dim, x.dim(), "from_dim"), normal_dim(to_dim, x.dim(), "to_dim")
-        before = _tag_for(x, group, start, length, "dsp.switch")
+        before = tag_for(x, group, start, length, "dsp.switch")
         after = Tag(before.layout.switch(group.axis, start, end), before.coords)
         pieces = before.layout.pieces
         move = Move(group, start, end, pieces(start, group.axis, before.coords), pieces(end, group.axis, before.coords))
         return start, end, after, move
 
-    start, end, after, move = _agreed(group, "dsp.switch", x, prepare, lambda plan: (plan[2], *plan[:2]))
+    start, end, after, move = agreed(group, "dsp.switch", x, prepare, lambda plan: (plan[2], *plan[:2]))
     return None if start == end or group.size == 1 else move, after
 
 
-def _tag_for(x: Tensor, group: DspGroup, dim: int, length: int | None, where: str) -> Tag:
+def tag_for(x: Tensor, group: DspGroup, dim: int, length: int | None, where: str) -> Tag:
     """The tag of x, or the one that `length` tells."""
     known = tag_of(x)
     if known is None:
@@ -239,14 +239,24 @@ def check_grad_kind(where: str, grad: str) -> None:
         )
 
 
-def _agreed(
+def agreed(
     group: DspGroup,
     where: str,
     x: Tensor,
     prepare: Callable[[], _T],
     key: Callable[[_T], tuple[Tag, object, object]],
+    more: Callable[[_T], Mapping[str, Belief]] | None = None,
 ) -> _T:
-    """What `prepare` returns, if it does on every rank and all ranks are about to do the same."""
+    """What `prepare` returns, if it does on every rank and all ranks are about to do the same.
+
+    Args:
+        group: the ranks.
+        where: what is about to happen.
+        x: this rank's part.
+        prepare: checks and plans; a ValueError of one rank is raised on all.
+        key: (layout afterwards, two things that must be equal) of what `prepare` returned.
+        more: further things that must be equal; `requires_grad` among them replaces that of x.
+    """
     problem, plan = None, None
     layout, dtype, needs_grad, shown = 0, "", False, ""
     try:
@@ -264,11 +274,18 @@ def _agreed(
             layout, lambda: shown, "call it with parts of one tensor, the same dims and the same kind of gradient"
         ),
         "dtype": Belief(digest_int(dtype), lambda: dtype, "convert x to one dtype on all ranks"),
-        "requires_grad": Belief(
-            int(needs_grad), lambda: str(needs_grad), "run all ranks in the same grad mode, on tensors made alike"
-        ),
+        "requires_grad": grad_belief(needs_grad),
     }
+    if plan is not None and more is not None:
+        beliefs |= more(plan)
     group.agree(where, problem, beliefs)
     if plan is None:
         raise RuntimeError(f"{where}: a problem was not raised")
     return plan
+
+
+def grad_belief(needs_grad: bool) -> Belief:
+    """That all ranks compute gradients, or none."""
+    return Belief(
+        int(needs_grad), lambda: str(needs_grad), "run all ranks in the same grad mode, on tensors made alike"
+    )

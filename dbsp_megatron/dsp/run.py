@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dbsp_megatron.dsp.planner import all_layouts, cheapest_moves, fits_stage
 from dbsp_megatron.dsp.primitives import GradKind, check_grad_kind
 from dbsp_megatron.dsp.stages import Stage, StagePlan, follow
 from dbsp_megatron.dsp.tags import tag, tag_of
+from dbsp_megatron.dsp.unit_attention import attend_over
 
 if TYPE_CHECKING:
     from dbsp_megatron.dsp.session import DspSession
@@ -205,6 +206,28 @@ class DspRun:
     ) -> Tensor:
         """`function(x)` computed in a layout that fits, input and output in the layout of the stream."""
         return self.back(name, function(self.into(name, x, pattern, needs=needs)), pattern)
+
+    def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, pattern: str, over: str, **options: Any) -> Tensor:
+        """Attention of a stage over one grid dim: here if that is whole in its layout, else in (frame, head) units.
+
+        Args:
+            name: the stage, which was entered.
+            q: [..., H, D], this rank's part.
+            k: [..., Hkv, D].
+            v: [..., Hkv, Dv].
+            pattern: names of their dims, such as "B T S H D".
+            over: the attended dim.
+            options: mask, scale, tolerance, block_size and engine of `attend_units`.
+
+        Returns:
+            [..., H, Dv].
+        """
+        if name not in self._entered:
+            raise ValueError(f"dsp: attend of stage {name!r}, which was not entered: call stage() or into() before")
+        names, layout = parse(pattern), self._entered[name][1]
+        opened = [names.open(x, self._local(layout), f"dsp: attend of {name!r}", self._sizes) for x in (q, k, v)]
+        out = attend_over(opened, names, over, layout, self._session.grid, self._session.mesh, options)
+        return self._tagged(names.close(out), names, layout)
 
     def mark(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
         """Tag what an operation made of the stream (or inside a stage), so that a wrong use is refused; returns it."""

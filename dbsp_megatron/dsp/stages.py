@@ -40,6 +40,11 @@ class Stage:
     """Part of the passes in which a branch is executed, below 1 where its result is often taken from a cache."""
     time_ns: float = 0.0
     """Time of the stage on one rank alone, nanoseconds; ranks take their share of it, the fullest one decides."""
+    units: int = 0
+    """Heads times samples of its attention, where the model attends with `DspRun.attend` and so can leave the dim that
+    it needs cut: one unit for each at every entry of the other dims. 0: the dim has to be whole."""
+    unit_bytes: int | None = None
+    """Bytes of q, k, v and output for each point; None is four times those of the stream."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(self.needs))
@@ -48,6 +53,11 @@ class Stage:
         if not 0 <= self.rate <= 1 or self.time_ns < 0:
             raise ValueError(
                 f"stage {self.name!r}: rate must be in 0 .. 1 and time_ns >= 0, got {self.rate}, {self.time_ns}"
+            )
+        if self.units < 0 or (self.units and len(self.needs) != 1):
+            raise ValueError(
+                f"stage {self.name!r}: units must be >= 0 and are of attention over one dim, got {self.units} and "
+                f"needs={sorted(self.needs)}: leave units out, or name the attended dim alone"
             )
 
 
@@ -123,6 +133,8 @@ class PlannedStage:
     """Switches of the branch on its way in."""
     out: tuple[SwitchStep, ...] = ()
     """Switches of the branch on its way back."""
+    in_units: bool = False
+    """Whether the dim that it needs stays cut and its attention is computed in (frame, head) units."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +192,10 @@ class StagePlan:
             layout = move.apply(layout)
 
     def sent_bytes(self, coords: Coords) -> int:
-        """Bytes that the rank at `coords` sends in a forward pass; a backward pass sends as many."""
+        """Bytes that the rank at `coords` sends in the switches of a forward pass; a backward pass sends as many.
+
+        What attention in units sends depends on masks, and is not among them.
+        """
         return sum(move.sent(layout, coords) * size for _, move, layout, size in self.switches())
 
     @cached_property
@@ -198,7 +213,7 @@ class StagePlan:
         def code(layout: Layout) -> list[list[int]]:
             return [[number[axis] for axis in axes] for axes in layout.shards]
 
-        steps = [(step.stage.name, code(step.stream), code(step.compute)) for step in self.steps]
+        steps = [(step.stage.name, code(step.stream), code(step.compute), step.in_units) for step in self.steps]
         parts = (
             self.grid,
             self.shape,
@@ -209,6 +224,38 @@ class StagePlan:
         )
         raw = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
         return int.from_bytes(raw, "little") >> 1
+
+
+@dataclass(frozen=True)
+class UnitShare:
+    """Attention of one stage in units, in a layout that leaves its dim cut."""
+
+    axis: Axis
+    """The ranks among which units are placed."""
+    share: float
+    """Part of the stage on the fullest rank, if all units cost the same: of the units, or of its entries if that is
+    more, as projections stay where these are."""
+    sent: int
+    """Points that a rank sends, q, k, v and output together counted once."""
+
+
+def unit_share(layout: Layout, stage: Stage, grid: Sequence[str]) -> UnitShare | None:
+    """How a stage is divided in units; None where it cannot be: one axis, and no other, has to cut the dim it needs."""
+    if not stage.units:
+        return None
+    (needed,) = stage.needs
+    cutting = [axis for axis in layout.shards[grid.index(needed)] if axis.size > 1]
+    if len(cutting) != 1:
+        return None
+    # The first rank of every other axis holds the most frames.
+    local = layout.local_shape({axis.name: 0 for axis in layout.axes})
+    frames = math.prod(n for name, n in zip(grid, local, strict=True) if name != needed)
+    every = math.prod(n for name, n in zip(grid, layout.shape, strict=True) if name != needed)
+    units, size = frames * stage.units, cutting[0].size
+    if not units:
+        return None
+    points, share = math.prod(local), -(-units // size) / (every * stage.units)
+    return UnitShare(cutting[0], max(share, layout.share()), points - points // size)
 
 
 def follow(layout: Layout, moves: Iterable[SwitchStep]) -> Layout:

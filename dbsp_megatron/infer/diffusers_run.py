@@ -17,22 +17,28 @@ from dbsp_megatron.config.resolve import ResolvedMesh, with_degrees
 from dbsp_megatron.infer.balance import BalanceLog, reuse_comparison
 from dbsp_megatron.infer.outputs import (
     SETTINGS,
+    check_folder,
+    comparison_file,
+    dense_stem,
+    forget,
     is_done,
     media_file,
-    with_suffix,
+    reuse_file,
     write_comparison,
     write_media,
     write_settings,
 )
+from dbsp_megatron.infer.pictures import picture_digest, read_picture
 from dbsp_megatron.infer.pipeline_folder import PipelineFolder
 from dbsp_megatron.infer.pipeline_loading import load_pipeline
 from dbsp_megatron.infer.prompts import PromptJob, with_seeds
 from dbsp_megatron.infer.quality import psnr, ssim
 from dbsp_megatron.infer.seeds import shared_seed
 from dbsp_megatron.masks import MaskMethod, build_mask_method
-from dbsp_megatron.models.diffusers import parallelize
+from dbsp_megatron.models.diffusers import parallelize, split_guidance
 from dbsp_megatron.observability import ProgressBar, get_logger
 from dbsp_megatron.observability.atomic_file import write_text
+from dbsp_megatron.parallel_state import SequenceParallelGroups
 from dbsp_megatron.plan import reuse_table
 from dbsp_megatron.strategy import SequenceParallel
 from dbsp_megatron.train.distributed import World
@@ -43,7 +49,7 @@ logger = get_logger(__name__)
 
 _HOW_NOT_WHAT = (
     *("prompt", "prompts", "negative_prompt", "image", "seed"),
-    *("compare_dense", "reuse_report", "overwrite", "device", "timeout_s"),
+    *("compare_dense", "reuse_report", "cfg_parallel", "overwrite", "device", "timeout_s"),
 )
 """Settings that do not determine an output, or that its prompt brings."""
 
@@ -90,7 +96,7 @@ class PipelineRun:
         if self.world.is_main:
             try:
                 missing = [job for job in jobs if self.config.generate.overwrite or not self._is_done(job)]
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 problem = str(error)
         missing, problem = self.world.broadcast((missing, problem))
         if problem is not None:
@@ -115,6 +121,7 @@ class PipelineRun:
             "pipeline": self.folder.path.resolve().name,
             "class": self.folder.class_name,
             **dataclasses.asdict(job),
+            "image_digest": picture_digest(job.image),
             **{key: value for key, value in generate.items() if key not in _HOW_NOT_WHAT},
             "mask": dataclasses.asdict(self.config.mask),
             "block_size": None if self.config.is_dense else self.config.sp.block_size,
@@ -127,15 +134,19 @@ class PipelineRun:
             logger.info("%d of %d outputs exist already in %s", self.num_done, self.num_done + total, self.output)
         if not total:
             return 0
-        mesh = build_mesh(self.world, self._resolved.sp_size)
+        branches = self._resolved.branches
+        mesh = build_mesh(self.world, self._resolved.sp_size * branches)
+        group, self._guidance_group = mesh.sp_group, None
+        if branches > 1:
+            group, self._guidance_group = split_guidance(mesh.sp_group)
         config = with_degrees(self.config.sp, self._resolved)
-        self.sp = SequenceParallel(
-            with_all_counts(config) if self.config.generate.reuse_report else config, mesh.sp_group
-        )
-        # Ranks that share a sequence, which may be at another step than others.
-        group = self.sp.groups.control_group if self.sp.size > 1 else None
-        self._sequence = World(rank=self.sp.rank, size=self.sp.size, device=self.world.device, group=group)
+        self.sp = SequenceParallel(with_all_counts(config) if self.config.generate.reuse_report else config, group)
+        # Ranks that make an output together, which may be at another step than others.
+        groups = self.sp.groups if branches == 1 else SequenceParallelGroups(mesh.sp_group)
+        control = groups.control_group if groups.size > 1 else None
+        self._together = World(rank=groups.rank, size=groups.size, device=self.world.device, group=control)
         self.mask = None if self.config.is_dense else build_mask_method(self.config.mask)
+        self._check_output()
         self.pipe = self._load()
         stopped = False
         for index in range(mesh.dp_rank, total, mesh.dp_size):
@@ -148,7 +159,7 @@ class PipelineRun:
         return 0
 
     def _close(self, stopped: bool, total: int) -> None:
-        counts = self.world.gather((self._num_made if self.sp.rank == 0 else 0, stopped, self._stop.reason))
+        counts = self.world.gather((self._num_made if self._together.is_main else 0, stopped, self._stop.reason))
         made = sum(count for count, _, _ in counts)
         if not self.world.is_main:
             return
@@ -166,10 +177,23 @@ class PipelineRun:
             pipe = load_pipeline(self.folder, self.config.generate, self.world.device, speaks=self.world.is_main)
         except (OSError, ValueError) as error:
             problem = f"rank {self.world.rank}: {self.folder.path} cannot be loaded: {error}"
+        self._raise_together(problem)
+        return pipe
+
+    def _check_output(self) -> None:
+        """On the ranks that write."""
+        problem = None
+        try:
+            if self._together.is_main:
+                check_folder(self.output)
+        except ValueError as error:
+            problem = f"rank {self.world.rank}: {error}"
+        self._raise_together(problem)
+
+    def _raise_together(self, problem: str | None) -> None:
         problems = [text for text in self.world.gather(problem) if text]
         if problems:
             raise ValueError(problems[0])
-        return pipe
 
     def _make(self, job: PromptJob, place: str) -> None:
         """One output, of which the first rank of the group writes the files."""
@@ -191,13 +215,13 @@ class PipelineRun:
             except (OSError, ValueError) as error:
                 problem = error
         # A rank that cannot write must not leave others in the next exchange.
-        for found in self._sequence.gather(problem):
+        for found in self._together.gather(problem):
             if found is not None:
                 raise found
 
     def _denoise(self, job: PromptJob, mask: MaskMethod | None, words: str) -> tuple[Tensor | None, BalanceLog]:
         """The video [3, T, H, W] in [-1, 1] on the CPU, on the group's first rank only; collective over the group."""
-        writes, asked = self.sp.rank == 0, self.config.generate
+        writes, asked = self._together.is_main, self.config.generate
         replayed = None
         # The dense twin of a sparse output is no part of the report.
         if asked.reuse_report and mask is self.mask:
@@ -207,12 +231,12 @@ class PipelineRun:
         if job.negative_prompt:
             arguments["negative_prompt"] = job.negative_prompt
         if job.image:
-            arguments["image"] = _read_image(job.image)
+            arguments["image"] = read_picture(job.image)
         # Noise is drawn on the CPU, whole, by all ranks alike.
         arguments["generator"] = torch.Generator().manual_seed(job.seed)
         with (
             ProgressBar(asked.steps, self.world.is_main, words) as bar,
-            parallelize(self.pipe, self.sp, mask=mask),
+            parallelize(self.pipe, self.sp, mask=mask, guidance_group=self._guidance_group),
         ):
 
             def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +255,7 @@ class PipelineRun:
         return (_as_video(made, self.folder.is_video) if writes else None), balance
 
     def _stop_if_asked(self) -> None:
-        asked = self._sequence.sum(torch.tensor([float(self._stop.requested())]))
+        asked = self._together.sum(torch.tensor([float(self._stop.requested())]))
         if float(asked) > 0:
             raise _Stopped
 
@@ -251,6 +275,7 @@ class PipelineRun:
                     "narrow for this model; use bf16 or fp32"
                 )
         media = media_file(stem, self.folder.is_video)
+        forget(stem)
         summary: dict[str, Any] = {
             "file": media.name,
             "encoder": write_media(result, media, asked.fps),
@@ -262,7 +287,7 @@ class PipelineRun:
         if dense is not None:
             summary["compared"] = self._write_dense(stem, result, dense)
         if "reuse_rules" in summary:
-            write_text(with_suffix(stem, ".reuse.md"), reuse_table(summary["reuse_rules"]))
+            write_text(reuse_file(stem), reuse_table(summary["reuse_rules"]))
         write_settings(stem, {SETTINGS: self._settings(job), **summary, "sp": dataclasses.asdict(self.config.sp)})
         logger.info(
             "wrote %s: rho %.3f -> %.3f, plan reuse %.0f %%, mesh by layers and steps %s",
@@ -272,10 +297,9 @@ class PipelineRun:
 
     def _write_dense(self, stem: Path, sparse: Tensor, dense: Tensor) -> dict[str, Any]:
         """The dense output and how far the sparse one is from it."""
-        dense_stem = stem.with_name(stem.name + ".dense")
-        media = media_file(dense_stem, self.folder.is_video)
+        media = media_file(dense_stem(stem), self.folder.is_video)
         write_media(dense, media, self.config.generate.fps)
-        write_comparison(dense, sparse, with_suffix(stem, ".compare.png"))
+        write_comparison(dense, sparse, comparison_file(stem))
         one, other = ((x.clamp(-1, 1) + 1) / 2 for x in (dense, sparse))
         decibels = psnr(one, other)
         # JSON has no infinity; equal outputs are told apart by the other entry.
@@ -291,10 +315,3 @@ def _as_video(made: Tensor, is_video: bool) -> Tensor:
     """[1, T, 3, H, W], or [1, 3, H, W], in [0, 1], as [3, T, H, W] in [-1, 1] on the CPU."""
     first = made[0].detach().float().cpu()
     return 2 * (first.transpose(0, 1) if is_video else first[:, None]) - 1
-
-
-def _read_image(path: str) -> Any:
-    from PIL import Image
-
-    with Image.open(path) as opened:
-        return opened.convert("RGB")

@@ -6,6 +6,7 @@ Dims: T frames, H and W pixels.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from dbsp_megatron.infer.video_file import write_mp4
 from dbsp_megatron.observability.atomic_file import atomic_path, write_text
 
 _COMPARED_FRAMES = 4
+_COMPARED, _DENSE, _REUSE = ".compare", ".dense", ".reuse"
+TAKEN_ENDS = (_COMPARED, _DENSE, _REUSE)
+"""Ends of names of files that lie beside an output: no output's own name may have them."""
 SETTINGS = "settings"
 """Key of the JSON file under which that lies which determines the output."""
 
@@ -34,6 +38,40 @@ def with_suffix(stem: Path, suffix: str) -> Path:
 def media_file(stem: Path, is_video: bool) -> Path:
     """Where the video or picture of an output lies."""
     return with_suffix(stem, ".mp4" if is_video else ".png")
+
+
+def dense_stem(stem: Path) -> Path:
+    """Of the dense twin of an output."""
+    return with_suffix(stem, _DENSE)
+
+
+def comparison_file(stem: Path) -> Path:
+    """Picture of an output and its dense twin."""
+    return with_suffix(stem, f"{_COMPARED}.png")
+
+
+def reuse_file(stem: Path) -> Path:
+    """Table of rules of plan reuse."""
+    return with_suffix(stem, f"{_REUSE}.md")
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder for outputs and a file in it, which goes again: better now than after the denoising.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise ValueError(f"output={folder} must be a folder that can be written to: {error}") from error
+
+
+def forget(stem: Path) -> None:
+    """Take the JSON file of an output away before its other files are written anew, which it would vouch for."""
+    with_suffix(stem, ".json").unlink(missing_ok=True)
 
 
 def write_media(video: Tensor, path: Path, fps: int) -> str:

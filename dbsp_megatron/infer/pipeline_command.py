@@ -48,6 +48,7 @@ def prepare(words: Sequence[str], world_size: int | None = None) -> Prepared:
     check_adapter(config.generate)
     complete = folder.complete(
         config.generate,
+        num_prompts=len(jobs),
         num_without_image=sum(not job.image for job in jobs),
         num_negative=sum(bool(job.negative_prompt) for job in jobs),
     )

@@ -100,11 +100,14 @@ class PipelineFolder:
             )
         return found
 
-    def complete(self, asked: GenerateConfig, *, num_without_image: int, num_negative: int) -> GenerateConfig:
+    def complete(
+        self, asked: GenerateConfig, *, num_prompts: int, num_without_image: int, num_negative: int
+    ) -> GenerateConfig:
         """The settings with the pipeline's defaults in place of those left open.
 
         Args:
             asked: what was configured.
+            num_prompts: prompts of the batch.
             num_without_image: prompts that come without an image.
             num_negative: prompts that come with a negative one.
 
@@ -129,6 +132,8 @@ class PipelineFolder:
         if image is not None and image.default is image.empty and num_without_image:
             raise ValueError(f"{self.class_name} starts from a picture: give generate.image, or image for every prompt")
         self._check_guidance(asked, taken, num_negative)
+        if asked.cfg_parallel:
+            self._check_branches(asked, taken, num_prompts - num_negative)
         vae = self.components["vae"][1]
         if asked.vae_dtype not in ("auto", asked.dtype) and vae not in _CASTING_VAES:
             raise ValueError(
@@ -171,6 +176,21 @@ class PipelineFolder:
             raise ValueError(
                 f"generate.guidance_scale_2={asked.guidance_scale_2} is for the second of two transformers, and this "
                 "pipeline has one; remove it"
+            )
+
+    def _check_branches(
+        self, asked: GenerateConfig, taken: Mapping[str, inspect.Parameter], num_without_negative: int
+    ) -> None:
+        """Refuse to divide branches of guidance where there is one."""
+        learnt = "true_cfg_scale" in taken
+        key = "true_cfg_scale" if learnt else "guidance_scale"
+        scale = getattr(asked, key)
+        scale = _default(taken, key) if scale is None else scale
+        if "negative_prompt" not in taken or scale is None or scale <= 1 or (learnt and num_without_negative):
+            needed = f"generate.{key} above 1" + (" and a negative prompt for every prompt" if learnt else "")
+            raise ValueError(
+                f"generate.cfg_parallel=true divides two branches of guidance, and {self.class_name} has them only "
+                f"with {needed}; give that, or leave it out"
             )
 
     def call_settings(self, asked: GenerateConfig) -> dict[str, Any]:

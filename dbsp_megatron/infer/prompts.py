@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_megatron.config.generate import GenerateConfig
+from dbsp_megatron.infer.outputs import TAKEN_ENDS
+from dbsp_megatron.infer.pictures import check_picture
 
 _KEYS = {"prompt": str, "negative_prompt": str, "seed": int, "image": str, "name": str}
 _MAX_NAME = 100
@@ -39,7 +41,8 @@ def read_jobs(config: GenerateConfig) -> list[PromptJob]:
         return [_job({"prompt": config.prompt}, config, "generate.prompt")]
     path = Path(config.prompts)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Only line feeds end a line: splitlines() would also cut at characters that texts and JSON strings may hold.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ValueError(f"generate.prompts={path} must be a text file in UTF-8, it cannot be read: {error}") from error
     places = [(f"{path.name}, line {number}", line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
@@ -60,14 +63,14 @@ def _fields(line: str, place: str) -> dict[str, Any]:
         return {"prompt": line}
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: a line that starts with a brace must be a JSON object, got {error}") from error
     for key, value in found.items():
         if key not in _KEYS:
             raise ValueError(f"{place}: unknown key {key!r}; a prompt has {', '.join(_KEYS)}, other settings are flags")
         if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
             raise ValueError(f"{place}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
-    if not found.get("prompt"):
+    if not found.get("prompt", "").strip():
         raise ValueError(f'{place}: prompt must be a text, got none; write for example {{"prompt": "a cat"}}')
     return dict(found)
 
@@ -77,15 +80,18 @@ def _job(given: dict[str, Any], config: GenerateConfig, place: str) -> PromptJob
     job = PromptJob(**{"name": "", **inherited, **given})
     if job.seed < -1 or job.seed >= 2**63:
         raise ValueError(f"{place}: seed must be in [0, 2^63), or -1 for a random one, got {job.seed}")
-    if job.image and not Path(job.image).is_file():
-        raise ValueError(f"{place}: image must be a picture file, there is none at {job.image}")
+    for key in _KEYS:
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in str(getattr(job, key))):
+            raise ValueError(f"{place}: {key} must be text, it holds half a character (a lone surrogate); write UTF-8")
+    if job.image:
+        check_picture(job.image, place)
     if not job.name:
         return replace(job, name=_name_of(job))
     plain = "/" not in job.name and job.name.isprintable() and not job.name.startswith(".")
-    if not plain or len(job.name.encode()) > _MAX_NAME:
+    if not plain or len(job.name.encode()) > _MAX_NAME or job.name.lower().endswith(TAKEN_ENDS):
         raise ValueError(
-            f"{place}: name must be a file name of at most {_MAX_NAME} bytes without '/' or a dot in front, "
-            f"got {job.name!r}"
+            f"{place}: name must be a file name of at most {_MAX_NAME} bytes without '/', a dot in front or one of "
+            f"{', '.join(TAKEN_ENDS)} at its end, got {job.name!r}"
         )
     return job
 

@@ -77,6 +77,14 @@ class MaskMethod(ABC):
         """
         raise NotImplementedError(f"mask method {self.name} asks for a probe and has no candidates")
 
+    def check_model(self, num_heads: int, num_layers: int) -> None:
+        """Refuse a model that the settings do not fit, before anything runs.
+
+        Raises:
+            ValueError: settings name heads or layers that there are not.
+        """
+        return None
+
     def head_orders(
         self, layer: int, step: int, num_heads: int, num_kv_heads: int, seqlen: int, grid: tuple[int, int, int] | None
     ) -> HeadOrders | None:

@@ -43,8 +43,9 @@ class MaskConfig:
     method: str = "topp"
     """dense, topp, topk, sparge, vsa, sparse_videogen, sliding_tile, radial, duo, file or paro."""
 
-    top_p: float | None = None
-    """topp, sparge: share of the pooled attention mass that kept blocks of each query block must reach, in (0, 1]."""
+    top_p: float | tuple[float, ...] | None = None
+    """topp, sparge: share of the pooled attention mass that kept blocks of each query block must reach, in (0, 1];
+    sparge also takes one for each head."""
 
     density: float | None = None
     """topk, vsa: share of key blocks kept in each row; sparse_videogen: share of token pairs in a band; in (0, 1]."""
@@ -61,8 +62,9 @@ class MaskConfig:
     tile: tuple[int, int, int] | None = None
     """sliding_tile: frames, rows and columns of a tile, in tokens."""
 
-    window: tuple[int, int, int] | None = None
-    """sliding_tile: tiles of the window along frames, rows and columns, odd numbers."""
+    window: tuple[int, int, int] | tuple[tuple[int, int, int], ...] | None = None
+    """sliding_tile: tiles of the window along frames, rows and columns, odd numbers; several windows go to heads in
+    turn."""
 
     width: float | None = None
     """radial: factor on the width of its windows, above 0."""
@@ -98,7 +100,7 @@ class MaskConfig:
     """Steps of the ramp."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if not isinstance(self.method, str) or self.method not in METHODS:
             raise ValueError(f"mask.method must be one of {', '.join(METHODS)}, got {self.method!r}")
         for key in (f.name for f in fields(self)):
             if key in COMMON or key in settings_of(self.method) or getattr(self, key) is None:
@@ -111,10 +113,39 @@ class MaskConfig:
         try:
             if self.cube is not None:
                 check_sizes("cube", self.cube)
+            if self.ramp is not None and not METHODS[self.method].ramp_key:
+                raise ValueError(
+                    f"ramp={self.ramp!r} needs a method with a density, {self.method} has none: remove it, or use one "
+                    f"of {', '.join(name for name in METHODS if METHODS[name].ramp_key)}"
+                )
             # A file is opened where it is used: not every process that reads a configuration can see it.
             ScheduledMask(DenseMask() if "path" in settings_of(self.method) else self._make(), *self._schedule())
-            if "path" in settings_of(self.method) and not self.path:
-                raise ValueError(f"path must name a file of block masks for mask.method={self.method}, got none")
+            if "path" in settings_of(self.method) and not (isinstance(self.path, str) and self.path):
+                given = repr(self.path) if self.path else "none"
+                raise ValueError(f"path must name a file of block masks for mask.method={self.method}, got {given}")
+        except ValueError as error:
+            raise ValueError(f"mask.{error}") from error
+
+    @property
+    def setting_by_head(self) -> str | None:
+        """The setting that tells heads apart by their index in the model; None if there is none."""
+        named = {"file": "path", "paro": "path", "duo": "global_heads"}.get(self.method)
+        if named is None and isinstance(self.top_p, (list, tuple)):
+            return "top_p"
+        if named is None and self.window is not None and not isinstance(self.window[0], int):
+            return "window" if len(self.window) > 1 else None
+        return named
+
+    def check_model(self, num_heads: int, num_layers: int) -> None:
+        """Refuse a model that the settings do not fit; saved masks are compared where they are used.
+
+        Raises:
+            ValueError: settings name heads or layers that the model lacks.
+        """
+        if "path" in settings_of(self.method):
+            return
+        try:
+            self._make().check_model(num_heads, num_layers)
         except ValueError as error:
             raise ValueError(f"mask.{error}") from error
 

@@ -39,12 +39,17 @@ class DuoMask(StaticMask):
 
     def __post_init__(self) -> None:
         given = self.global_heads
-        lists = given if given and isinstance(given[0], tuple) else (given,)
-        for heads in lists:
-            if not isinstance(heads, tuple) or not all(isinstance(h, int) and h >= 0 for h in heads):
+        by_layer = isinstance(given, tuple) and any(isinstance(heads, tuple) for heads in given)
+        for heads in given if by_layer else (given,):
+            if not isinstance(heads, tuple) or not all(_is_index(head) for head in heads):
                 raise ValueError(f"global_heads must be head indices >= 0, or one tuple of them a layer, got {given!r}")
         check_count("sink_tokens", self.sink_tokens, 0)
         check_count("window_tokens", self.window_tokens, 0)
+
+    def check_model(self, num_heads: int, num_layers: int) -> None:
+        """See `MaskMethod.check_model`."""
+        for layer in range(num_layers):
+            self.pattern_of_head(layer, num_heads)
 
     def pattern_of_head(self, layer: int, num_heads: int) -> tuple[int, ...]:
         """0 is dense, 1 local."""
@@ -68,3 +73,7 @@ class DuoMask(StaticMask):
     def patterns(self, q_summary: BlockSummary, grid: tuple[int, int, int] | None) -> Tensor:
         """Any sequence will do: without a grid it is taken for one row of tokens."""
         return super().patterns(q_summary, TokenGrid(1, 1, q_summary.seqlen) if grid is None else grid)
+
+
+def _is_index(head: object) -> bool:
+    return isinstance(head, int) and not isinstance(head, bool) and head >= 0

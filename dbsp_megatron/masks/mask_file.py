@@ -106,15 +106,18 @@ class MaskFile:
                 metadata = opened.metadata() or {}
                 names = list(opened.keys())
             facts = json.loads(metadata.get(FORMAT, "{}"))
-            if facts.get("version") != VERSION:
+            if not isinstance(facts, dict) or facts.get("version") != VERSION:
                 raise ValueError(f"it has no masks of version {VERSION}; metadata: {sorted(metadata)}")
-            self.num_heads, self.seqlen = int(facts["heads"]), int(facts["seqlen"])
-            self.block_size = int(facts["block_size"])
+            self.num_heads, self.seqlen, self.block_size = (
+                _positive(facts, key) for key in ("heads", "seqlen", "block_size")
+            )
             self.grid = _grid_of(facts)
+            self.layers, ordered = (_layers_of(names, kind) for kind in ("mask", "order"))
+            if not self.layers or (ordered and ordered != self.layers):
+                raise ValueError(f"it has masks of layers {sorted(self.layers)} and orders of {sorted(ordered)}")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path={self.path} must be a file of block masks; it cannot be used: {error}") from error
-        self.layers = frozenset(int(name.split(".")[1]) for name in names if name.startswith("mask."))
-        self.has_orders = any(name.startswith("order.") for name in names)
+        self.has_orders = bool(ordered)
 
     @property
     def num_blocks(self) -> int:
@@ -127,17 +130,34 @@ class MaskFile:
 
     def orders(self, layer: int) -> Tensor:
         """Orders of axes of the heads of a layer, uint8 [H] on the host."""
-        return self._read(f"order.{layer}", (self.num_heads,))
+        orders = self._read(f"order.{layer}", (self.num_heads,))
+        if int(orders.max()) >= len(AXES):
+            raise ValueError(f"path={self.path}: order.{layer} must be in 0 .. {len(AXES) - 1}, got {orders.tolist()}")
+        return orders
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         layer = name.split(".")[1]
         if int(layer) not in self.layers:
             raise ValueError(f"path={self.path} has no masks for layer {layer}: make them, or let the layer stay dense")
-        with safe_open(str(self.path), framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        try:
+            with safe_open(str(self.path), framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"path={self.path}: {name} cannot be read any more: {error}") from error
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape:
             raise ValueError(f"path={self.path}: {name} must be uint8 {shape}, got {tensor.dtype} {list(tensor.shape)}")
         return tensor
+
+
+def _positive(facts: dict[str, Any], key: str) -> int:
+    value = facts[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"its {key} must be an integer >= 1, got {value!r}")
+    return value
+
+
+def _layers_of(names: list[str], kind: str) -> frozenset[int]:
+    return frozenset(int(name.partition(".")[2]) for name in names if name.startswith(f"{kind}."))
 
 
 def _grid_of(facts: dict[str, Any]) -> TokenGrid | None:

@@ -14,6 +14,8 @@ from dbsp_megatron.masks.summary import BlockSummary
 
 _SCORES_AT_ONCE = 1 << 26
 """Scores that are held at a time."""
+_MOST = 2**31 - 1
+"""The largest count: places are compared with counts as integers of tensors."""
 
 
 def rows_from_scores(
@@ -63,10 +65,12 @@ def check_share(key: str, value: object, meaning: str) -> None:
 
 
 def check_count(key: str, value: object, least: int) -> None:
-    """An integer, at least `least`.
+    """An integer, at least `least` and below 2^31.
 
     Raises:
         ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{key} must be an integer >= {least}, got {value!r}")
+    if value > _MOST:
+        raise ValueError(f"{key} must be at most {_MOST}, got {value}: as large as the video is enough")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch import Tensor
 from dbsp_megatron.masks.summary import Needs
 
 _WORKING_ELEMENTS = 1 << 27
-"""Elements of the weights of all masks that are held at a time."""
+"""Elements of weights of all masks, copies included, that are held at a time."""
+_FP16_RAISE = 2.0**15
+"""Largest power of two that keeps weights of 1 finite in fp16."""
 
 
 def probe_places(count: int, seqlen: int, layer: int, step: int, device: torch.device) -> Tensor:
@@ -83,25 +86,44 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: f
     wide = q.dtype if q.element_size() == 8 else torch.float32
     scale = dim**-0.5 if scale is None else scale
     result = q.new_empty((batch, kv_heads, group, rows, 1 + masks * (1 + v.shape[3])), dtype=wide)
-    queries = (q.to(wide) * scale).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
-    at_once = max(1, _WORKING_ELEMENTS // max(1, batch * group * rows * num_keys * (masks + 1)))
-    for first in range(0, kv_heads, at_once):
+    # Rows that came over ranks in fp32 are values of the keys' dtype.
+    queries = q.to(k.dtype).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    at_once = max(1, _WORKING_ELEMENTS // max(1, group * rows * num_keys * 3 * masks))
+    for entry, first in product(range(batch), range(0, kv_heads, at_once)):
         part = slice(first, first + at_once)
-        keys = k[:, :, part].permute(0, 2, 3, 1).to(wide)
-        # Beside a column of ones, the product with the weights is their sum as well.
-        values = torch.nn.functional.pad(v[:, :, part].permute(0, 2, 1, 3).to(wide), (1, 0), value=1.0)
-        weights = (queries[:, part].flatten(2, 3) @ keys).unflatten(2, (group, rows))
+        keys, values = k[entry, :, part].permute(1, 2, 0), v[entry, :, part].transpose(0, 1)
+        weights = _product(queries[entry, part], keys, wide).mul_(scale).unflatten(1, (group, rows))
         peak = weights.amax(-1, keepdim=True) if num_keys else weights.new_full((*weights.shape[:-1], 1), -math.inf)
         weights.sub_(peak).exp_()
-        sums = [_weighted(weights, values)]
-        sums += [_weighted(weights * mask, values) for mask in allowed]
-        result[:, part] = torch.cat([peak, *sums], -1)
+        # Without a mask and under each candidate, [masks, h, g, m, s].
+        weights = torch.stack([weights, *(weights * mask for mask in allowed)])
+        sums = weights.sum(-1, keepdim=True)
+        weighted = _weighted(weights.permute(1, 0, 2, 3, 4).flatten(1, 3), values, wide)
+        weighted = weighted.unflatten(1, (masks, group, rows)).transpose(0, 1)
+        result[entry, part] = torch.cat([peak, *torch.cat([sums, weighted], -1)], -1)
     return result.flatten(1, 2)
 
 
-def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """[B, h, g, m, s] times [B, h, s, 1 + Dv]."""
-    return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """Products [h, m, n] in `wide` of a [h, m, k] and b [h, k, n], both of one dtype; b is read as it lies on CUDA."""
+    if a.is_cuda and a.element_size() == 2 and b.numel():
+        # Tensor cores: products of 16-bit numbers are exact in fp32, and so summed. A copy of b in fp32 and its product
+        # would take ten times as long.
+        return torch.bmm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+def _weighted(weights: Tensor, values: Tensor, wide: torch.dtype) -> Tensor:
+    """[h, m, s] in `wide`, from 0 to 1, times values [h, s, Dv] of any dtype."""
+    if values.element_size() > 2:
+        return weights @ values.to(wide)
+    # Two 16-bit numbers hold 16 (bf16) or 22 (fp16) bits of a weight; fp16 has no small ones unless they are raised.
+    raised = weights * _FP16_RAISE if values.dtype == torch.float16 else weights
+    high = raised.to(values.dtype)
+    low = (raised - high).to(values.dtype)
+    both = _product(torch.cat([high, low], 1), values, wide)
+    total = both[:, : weights.shape[1]] + both[:, weights.shape[1] :]
+    return total / _FP16_RAISE if values.dtype == torch.float16 else total
 
 
 def merge_probes(parts: Tensor, shape: tuple[int, int], needs: Needs, value_dim: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,8 @@ class RadialMask(StaticMask):
     """Tokens of frames d apart attend if their positions in the frame are close: half as close at twice the distance.
 
     With s tokens in a frame and band b = floor(log2 d) (0 for d = 0), positions i and j attend where
-    |i - j| < width * s / 2^b. Where that is below one token, only equal positions attend, and only in frames at every
-    (2^b / (width * s))-th distance, rounded up. All tokens attend the first frames.
+    |i - j| + 1 <= width * s / 2^b. Where that is below one token, only equal positions attend, and only in frames at
+    every (2^b / (width * s))-th distance, rounded up. All tokens attend the first frames.
 
     Args:
         width: factor on the width of all windows, above 0; 1 is the paper's.
@@ -54,8 +55,9 @@ class RadialMask(StaticMask):
         reach, every = [], []
         for distance in range(frames + 1):
             band = max(distance, 1).bit_length() - 1
-            window = self.width * frame_size / 2**band
-            # |i - j| < window for integers, and equal positions at least.
-            reach.append(max(1, -int(-window // 1)))
-            every.append(1 if window >= 1 else -int(-1 / window // 1))
+            # Rounded: 0.29 * 100 is 28.999999999999996, but 29 positions were meant. No window need be wider than a
+            # frame, none sparser than the video is long.
+            window = round(min(self.width * frame_size / 2**band, frame_size), 9)
+            reach.append(max(1, int(window)))
+            every.append(frames + 1 if window * frames < 1 else math.ceil(round(1 / window, 9)))
         return torch.tensor(reach, device=device), torch.tensor(every, device=device)

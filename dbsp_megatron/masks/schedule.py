@@ -42,6 +42,7 @@ class ScheduledMask(MaskMethod):
     name = "scheduled"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "may_leave_rows_empty", self.inner.may_leave_rows_empty)
         check_count("dense_layers", self.dense_layers, 0)
         check_count("dense_steps", self.dense_steps, 0)
         check_count("ramp_steps", self.ramp_steps, 0)
@@ -75,6 +76,10 @@ class ScheduledMask(MaskMethod):
             self._ramped.clear()
             self._ramped[value] = self.inner.at_density(value)
         return self._ramped[value]
+
+    def check_model(self, num_heads: int, num_layers: int) -> None:
+        """See `MaskMethod.check_model`."""
+        self.inner.check_model(num_heads, num_layers)
 
     def needs(self, layer: int, step: int) -> Needs:
         """Those of the method of the layer and step."""

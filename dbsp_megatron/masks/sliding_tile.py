@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,18 +39,25 @@ class SlidingTileMask(StaticMask):
     name = "sliding_tile"
 
     def __post_init__(self) -> None:
-        check_sizes("tile", self.tile)
-        if not self.windows:
+        object.__setattr__(self, "tile", check_sizes("tile", self.tile))
+        if isinstance(self.window, (tuple, list)) and not self.window:
             raise ValueError("window must name at least one window, got none")
-        for window in self.windows:
-            if any(n % 2 == 0 for n in check_sizes("window", window)):
+        windows = tuple(check_sizes("window", window) for window in self._given())
+        for window in windows:
+            if any(n % 2 == 0 for n in window):
                 raise ValueError(f"window must be odd numbers of tiles, got {window}: the tile itself is its middle")
+        object.__setattr__(self, "window", windows if self._has_several() else windows[0])
+
+    def _has_several(self) -> bool:
+        return isinstance(self.window, (tuple, list)) and any(isinstance(part, (tuple, list)) for part in self.window)
+
+    def _given(self) -> Sequence[object]:
+        return self.window if self._has_several() else (self.window,)
 
     @property
     def windows(self) -> tuple[Sizes, ...]:
         """All windows."""
-        given = self.window
-        return (given,) if given and isinstance(given[0], int) else given
+        return cast("tuple[Sizes, ...]", self._given())
 
     def pattern_of_head(self, layer: int, num_heads: int) -> tuple[int, ...] | None:
         """Windows go to heads in turn."""

@@ -32,7 +32,8 @@ class SpargeMask(MaskMethod):
 
     Source:
         SpargeAttn (arXiv:2502.18137), its first stage. Its second stage skips products inside the kernel. Cosines are
-        taken of normalised tokens, as in its code; the paper divides by the largest product.
+        taken of normalised tokens, as in its code; the paper divides by the largest product. It stops before the block
+        that would pass the mass; here that block is kept, so that the mass is reached and no row is empty.
     """
 
     top_p: float | tuple[float, ...] = 0.9
@@ -70,10 +71,11 @@ class SpargeMask(MaskMethod):
     ) -> Tensor:
         """See `MaskMethod.predict`."""
         heads = q_summary.num_heads
+        self._check_heads(heads)
         mixed_q = (q_summary.field("similarity") < self.similarity).transpose(1, 2)[..., None]
         mixed_k = (k_summary.field("similarity") < self.similarity).transpose(1, 2)[:, :, None]
         mixed_k = mixed_k.repeat_interleave(heads // k_summary.num_heads, dim=1)
-        shares = self._shares(heads, q_summary.device)
+        shares = self._shares(q_summary.device)
 
         def choose(scores: Tensor, part: slice) -> Tensor:
             scores = scores.masked_fill(mixed_k[:, part], float("-inf"))
@@ -81,10 +83,16 @@ class SpargeMask(MaskMethod):
 
         return rows_from_scores(q_summary, k_summary, choose).logical_or_(mixed_q).logical_or_(mixed_k)
 
-    def _shares(self, heads: int, device: torch.device) -> float | Tensor:
+    def check_model(self, num_heads: int, num_layers: int) -> None:
+        """See `MaskMethod.check_model`."""
+        self._check_heads(num_heads)
+
+    def _check_heads(self, heads: int) -> None:
+        if isinstance(self.top_p, tuple) and len(self.top_p) != heads:
+            raise ValueError(f"top_p has {len(self.top_p)} shares, attention {heads} heads: give one for each")
+
+    def _shares(self, device: torch.device) -> float | Tensor:
         if not isinstance(self.top_p, tuple):
             return float(self.top_p)
-        if len(self.top_p) != heads:
-            raise ValueError(f"top_p has {len(self.top_p)} shares, attention {heads} heads: give one for each")
         shares = self.top_p
         return self._kept.find_or_make(device, lambda: torch.tensor(shares, dtype=torch.float32, device=device))

@@ -15,16 +15,16 @@ from torch import Tensor
 Cube = tuple[int, int, int]
 
 
-def check_sizes(name: str, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Three positive integers: frames, rows, columns.
+def check_sizes(name: str, sizes: object) -> tuple[int, int, int]:
+    """Three positive integers below 2^31: frames, rows, columns; in a tuple or a list.
 
     Raises:
         ValueError: they are not; the message starts with `name`.
     """
-    good = len(sizes) == 3 and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes)
-    if not good:
+    given = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
+    if len(given) != 3 or not all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n < 2**31 for n in given):
         raise ValueError(f"{name} must be three integers >= 1 (frames, rows, columns), got {sizes!r}")
-    return int(sizes[0]), int(sizes[1]), int(sizes[2])
+    return given
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,8 @@ class TopPMask(MaskMethod):
         min_blocks: key blocks kept at least.
 
     Source:
-        The cumulative-mass rule of SpargeAttn (arXiv:2502.18137), without its self-similarity guard.
+        The cumulative-mass rule of SpargeAttn (arXiv:2502.18137), without its self-similarity guard. It stops before
+        the block that would pass the mass; here that block is kept, so that the mass is reached and no row is empty.
     """
 
     top_p: float = 0.7

@@ -359,7 +359,8 @@ def checkpoint_folder(config: TrainConfig) -> Path:
 
 def _model_config(config: TrainConfig) -> DiTConfig:
     model = config.load_model()
-    recompute = "full" if config.train.recompute else model.recompute
+    kind = config.train.recompute_kind
+    recompute = model.recompute if kind == "none" else kind
     return dataclasses.replace(model, init_seed=config.train.seed, recompute=recompute)
 
 

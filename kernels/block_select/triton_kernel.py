@@ -72,7 +72,8 @@ def _select_kernel(
         highest = tl.max(score, axis=0)
         weight = tl.where(score > float("-inf"), tl.exp(score - highest), 0.0)
         total = tl.sum(weight)
-        target = total * share
+        # The smallest shares round to 0, which no block at all would reach; the heaviest weighs 1.
+        target = tl.maximum(total * share, 1e-30)
         threshold = _threshold_of_mass(key, weight, target)
         # Every block has a larger key than the lowest integer.
         threshold = tl.where(share >= 1.0, -2147483648, threshold)

@@ -439,7 +439,7 @@ def hopper_backward(
         dq [B, Sq, H, D], dk and dv [B, Sk, Hkv, D] in `dtype`. Rows whose lse is -inf have gradient 0 and give none.
 
     Raises:
-        ValueError: the call is not one that `supports` accepts, or the lists do not fit or have no transpose.
+        ValueError: the call is not one that `supports` accepts, shapes do not fit, or the lists have no transpose.
 
     Memory: the results, dq once more (D 96 as 128), two fp32 numbers a query row.
     """
@@ -449,6 +449,11 @@ def hopper_backward(
     check_heads(q, k, v, kv_index)
     for name, x in (("lse", lse), ("delta", delta)):
         check_rows(name, x, (batch, num_heads, seqlen_q), q.device)
+    if dout.shape != q.shape or dout.device != q.device:
+        raise ValueError(
+            f"dout must be {list(q.shape)} on {q.device}, got {list(dout.shape)} on {dout.device}: pass the gradient "
+            "of out"
+        )
     num_q, num_k = check_lists(lists, batch, num_heads, seqlen_q, seqlen_k, block_size_q, block_size_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
@@ -468,7 +473,7 @@ def hopper_backward(
     columns = dim // consumers
     part = [columns // 2, 128]
     sums_desc = TensorDescriptor(sums, list(sums.shape), [128, 1], part, gl.NVMMASharedLayout(0, 32, 2))
-    tiles = (padded // 64, batch * num_heads)
+    tiles = (padded // 64 * batch * num_heads,)
     num_tiles = batch * num_kv_heads * num_k
     with torch.cuda.device(q.device):
         prepare_kernel[tiles](

@@ -6,6 +6,13 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _rows_of_program(padded):
+    """Sample and head, as b * H + h, and the first of the 64 rows of a program."""
+    tiles = padded // 64
+    return tl.program_id(0) // tiles, tl.program_id(0) % tiles * 64
+
+
 @triton.jit(
     do_not_specialize=[
         "seqlen",
@@ -41,14 +48,15 @@ def prepare_kernel(
 
     The counter of tiles that the main kernel takes from is set to 0 as well. Rows beyond the sequence and rows without
     keys get lse +inf, so that their weights are exactly 0, and delta 0.
-    Launch grid: (padded / 64, B * H).
+    Launch grid: B * H * padded / 64 programs; a second dim of a grid could not hold more than 65,535 of B * H.
     """
-    if tl.program_id(0) + tl.program_id(1) == 0:
+    if tl.program_id(0) == 0:
         tl.store(next_tile_ptr, 0)
-    row = tl.program_id(0) * 64 + tl.arange(0, 64)
-    entry = (tl.program_id(1) // num_heads).to(tl.int64)
-    head = (tl.program_id(1) % num_heads).to(tl.int64)
-    to = tl.program_id(1).to(tl.int64) * padded
+    pair, first_row = _rows_of_program(padded)
+    row = first_row + tl.arange(0, 64)
+    entry = (pair // num_heads).to(tl.int64)
+    head = (pair % num_heads).to(tl.int64)
+    to = pair.to(tl.int64) * padded
     ok = row < seqlen
     lse_from = lse_ptr + entry * lse_stride_b + head * lse_stride_h + row.to(tl.int64) * lse_stride_s
     delta_from = delta_ptr + entry * delta_stride_b + head * delta_stride_h + row.to(tl.int64) * delta_stride_s
@@ -57,7 +65,7 @@ def prepare_kernel(
     empty = lse == float("-inf")
     tl.store(lse2_ptr + to + row, tl.where(empty, float("inf"), lse * 1.4426950408889634))
     tl.store(delta2_ptr + to + row, tl.where(empty, 0.0, delta))
-    tl.store(sums_ptr + (to + tl.program_id(0) * 64) * D + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
+    tl.store(sums_ptr + (to + first_row) * D + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["seqlen", "padded", "num_heads"])
@@ -66,18 +74,19 @@ def reorder_kernel(
 ):
     """Sums of dQ from register order to [B, S, H, DV], scaled; see `hopper_backward`.
 
-    D columns of the sums, of which each warpgroup added DN. Launch grid: (padded / 64, B * H).
+    D columns of the sums, of which each warpgroup added DN. Launch grid: as of `prepare_kernel`.
     """
-    entry = (tl.program_id(1) // num_heads).to(tl.int64)
-    head = tl.program_id(1) % num_heads
+    pair, first_row = _rows_of_program(padded)
+    entry = (pair // num_heads).to(tl.int64)
+    head = pair % num_heads
     r = tl.arange(0, 64)[:, None]
     col = tl.arange(0, D)[None, :]
     c = col % DN
     # Thread 32 * (r // 16) + 4 * (r % 8) + (c % 8) // 2 holds (r, c), in its group of four registers number c // 8.
     thread = (r // 16) * 32 + (r % 8) * 4 + (c % 8) // 2
     at = (col // DN) * (64 * DN) + ((c // 8) * 128 + thread) * 4 + ((r % 16) // 8) * 2 + c % 2
-    tile = tl.program_id(1).to(tl.int64) * padded + tl.program_id(0) * 64
+    tile = pair.to(tl.int64) * padded + first_row
     value = tl.load(sums_ptr + tile * D + at)
-    row = tl.program_id(0) * 64 + r
+    row = first_row + r
     to = dq_ptr + ((entry * seqlen + row) * num_heads + head) * DV + col
     tl.store(to, (value * scale).to(dq_ptr.dtype.element_ty), mask=(row < seqlen) & (col < DV))

@@ -259,10 +259,12 @@ def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: 
             mbarrier.arrive(q_empty.index(stage), count=1)
             if n > 0:
                 # Two normalised parts: each weighs what its lse says. A row without an earlier part does not read it.
-                before = gl.where(earlier > float("-inf"), earlier * 1.4426950408889634, -1.0e30)
+                # An lse of NaN is an earlier part, and the row stays NaN.
+                known = earlier != float("-inf")
+                before = gl.where(known, earlier * 1.4426950408889634, -1.0e30)
                 mn = gl.maximum(m, before)
                 ours = gl.exp2(m - mn)
-                theirs = gl.where(earlier > float("-inf"), gl.exp2(before - mn), 0.0)
+                theirs = gl.where(known, gl.exp2(before - mn), 0.0)
                 l = l * ours + theirs
                 gl.store(lse_ptr, (mn + gl.log2(l)) * 0.6931471805599453, mask=rows < seqlen_q)
                 theirs = gl.convert_layout(theirs / l, gl.SliceLayout(1, rows_of_out))[:, None]
@@ -289,7 +291,7 @@ def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: 
                 out_ptr = out_ptr + out_row.to(gl.int64)[:, None] * out_stride_s + out_col[None, :]
                 gl.store(out_ptr, acc, mask=(fresh & (out_row < seqlen_q))[:, None] & (out_col < DV)[None, :])
         else:
-            ok = l > 0.0
+            ok = l != 0.0  # also where it is NaN: such a row is not one without keys
             l1 = gl.where(ok, l, 1.0)
             gl.store(
                 lse_ptr,

@@ -229,7 +229,8 @@ def check_state(out: Tensor, lse: Tensor, q: Tensor) -> None:
 
 def for_tma(x: Tensor) -> Tensor:
     """`x` itself if TMA can read it, else a contiguous copy (gradients often come expanded, with strides of 0)."""
-    return x if _unfit_for_tma("", x) is None else x.contiguous()
+    # Not `contiguous()`: what is contiguous at an unfit address would stay there.
+    return x if _unfit_for_tma("", x) is None else x.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

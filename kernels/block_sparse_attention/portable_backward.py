@@ -57,8 +57,10 @@ def _row_stats_kernel(
 
     lse is +inf for rows without keys and for padding: exp2(score - inf) is then exactly 0, with no mask.
     """
-    pair = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Not a second dim of the grid, which holds no more than 65,535.
+    tiles = tl.cdiv(padded, ROWS)
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     sample, head = pair // num_heads, pair % num_heads
     lse_at = lse_ptr + sample * lse_stride_b + head * lse_stride_h + row.to(tl.int64) * lse_stride_s
     delta_at = delta_ptr + sample * delta_stride_b + head * delta_stride_h + row.to(tl.int64) * delta_stride_s
@@ -361,7 +363,7 @@ def _row_stats(lse: Tensor, delta: Tensor, padded: int) -> Tensor:
     """fp32 [B, H, 2, padded]: lse in units of log 2 (+inf: no weight) and delta of whole q-blocks."""
     batch, heads, seqlen = lse.shape
     stats = lse.new_empty((batch, heads, 2, padded))
-    _row_stats_kernel[(triton.cdiv(padded, 1024), batch * heads)](
+    _row_stats_kernel[(triton.cdiv(padded, 1024) * batch * heads,)](
         lse, delta, stats, heads, seqlen, padded, *lse.stride(), *delta.stride(), ROWS=1024
     )
     return stats

@@ -19,6 +19,7 @@ from dbsp_megatron.infer import diffusers_run
 from dbsp_megatron.infer.__main__ import main
 from dbsp_megatron.infer.balance import BalanceLog
 from dbsp_megatron.infer.outputs import write_media
+from tests.pipeline_folders import text_length
 
 if multiprocessing.parent_process() is not None:
     # In ranks, which wait for one another once all have imported their test, and for no more than seconds later on.
@@ -34,6 +35,7 @@ SIZES = {
     # 3 x 5 x 3 tokens, or 9 x 5: odd numbers, which no number of ranks divides.
     "wan": "--height 80 --width 48 --num-frames 9 --guidance-scale 4 --steps 3",
     "wan i2v": "--height 80 --width 48 --num-frames 9 --guidance-scale 4 --steps 2",
+    "wan i2v clip": "--height 80 --width 48 --num-frames 9 --guidance-scale 4 --steps 2",
     "cogvideox": "--height 80 --width 48 --num-frames 9 --guidance-scale 4 --steps 2",
     "hunyuan": "--height 80 --width 48 --num-frames 9 --true-cfg-scale 3 --steps 2",
     "flux": "--height 144 --width 80 --true-cfg-scale 3 --steps 2",
@@ -44,9 +46,9 @@ PROMPT, NEGATIVE = "a red cat walks on the grass", "rain in snow"
 
 def command(name: str, folder: Path, output: Path, *more: str) -> list[str]:
     """Words of the command for a pipeline of `save_pipeline`."""
-    image = ["--image", str(folder.parent / "start.png")] if name == "wan i2v" else []
+    image = ["--image", str(folder.parent / "start.png")] if name.startswith("wan i2v") else []
     words = ["--pipeline", str(folder), "--output", str(output), "--prompt", PROMPT, "--negative-prompt", NEGATIVE]
-    numbers = "--max-sequence-length 9 --seed 7 --dtype fp32 --device cpu --sp.block_size 4"
+    numbers = f"--max-sequence-length {text_length(name)} --seed 7 --dtype fp32 --device cpu --sp.block_size 4"
     return [*words, *image, *SIZES[name].split(), *numbers.split(), *more]
 
 

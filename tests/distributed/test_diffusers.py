@@ -22,7 +22,7 @@ BLOCK = 4
 """Blocks of 4 tokens: the last one of 45 is short, text and grid share one where text comes first."""
 ATOL = 1e-4
 MESHES = {
-    2: (("ulysses", 2), ("ring", 1), ("dbsp", 2), ("dbsp", 1)),
+    2: (("ulysses", 2), ("ring", 1), ("usp", 2), ("dbsp", 2), ("dbsp", 1)),
     3: (("ulysses", 3), ("ring", 1), ("usp", 3), ("dbsp", 1)),
     4: (("ulysses", 4), ("ring", 1), ("usp", 2), ("dbsp", 2)),
 }
@@ -125,5 +125,6 @@ def test_parallelize_equals_one_process_joint_text(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_parallelize_with_mask_equals_one_process_with_it(world_size: int) -> None:
     kinds = ["top_p", "random", "tile"]
-    names = ["wan", "cogvideox", "hunyuan", "flux"]
+    more = {2: "wan i2v", 3: "cogvideox 1.5", 4: "hunyuan token replace"}
+    names = ["wan", "cogvideox", "hunyuan", "flux", more[world_size]]
     _run(_sparse, world_size, [(name, kinds[(i + world_size) % 3]) for i, name in enumerate(names)])

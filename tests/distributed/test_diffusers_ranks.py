@@ -40,8 +40,16 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         heard["prompt"] = call(encoder_hidden_states=other["encoder_hidden_states"])
         heard["timestep"] = call(timestep=inputs["timestep"] - 1)
         heard["batch"] = call(**{key: x[:1] for key, x in inputs.items()})
+        long = torch.zeros(2, 512, 16)
+        long[:, :60] = torch.randn(2, 60, 16, generator=torch.Generator().manual_seed(1))
+        word = long.clone()
+        word[0, 41] = torch.randn(16, generator=torch.Generator().manual_seed(2))
+        inputs["encoder_hidden_states"] = long
+        heard["word"] = call(encoder_hidden_states=word)
+        heard["negative word"] = call(encoder_hidden_states=word.flip(0))
         # Encoders may round differently.
-        heard["rounding"] = call(encoder_hidden_states=inputs["encoder_hidden_states"] * 1.001)
+        rounded = long * (1 + 0.01 * torch.randn(long.shape, generator=torch.Generator().manual_seed(rank)))
+        heard["rounding"] = call(encoder_hidden_states=rounded)
         before = dict(model.attn_processors)
         if odd:
             model.set_attn_processor(WanAttnProcessor())
@@ -50,6 +58,13 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         with torch.set_grad_enabled(odd):
             heard["gradients"] = refusal(lambda: model(**inputs))
         heard["sound"] = call()
+    flux = make_model("flux")
+    with parallelize(flux, sp), torch.no_grad():
+        given = make_inputs("flux", flux)
+        # A scale that the model takes as an input, and samples of a control network.
+        heard["guidance"] = refusal(lambda: flux(**{**given, "guidance": given["guidance"] + 2 * odd}))
+        samples = [torch.randn(2, 45, 48, generator=torch.Generator().manual_seed(i + odd)) for i in range(2)]
+        heard["control"] = refusal(lambda: flux(**given, controlnet_block_samples=samples))
     with parallelize(model, make_sp("ulysses", block_size=64)), torch.no_grad():
         heard["no tokens"] = refusal(lambda: model(**make_inputs("wan ti2v", model)))
     sp.destroy()
@@ -65,6 +80,8 @@ def test_ranks_refuse_together() -> None:
         "mask": "ranks disagree about the kind of mask",
         "noise": "rank.s. .1. were given another hidden_states than rank 0.*seed",
         "prompt": "given another encoder_hidden_states",
+        "word": "given another encoder_hidden_states",
+        "negative word": "given another encoder_hidden_states",
         "timestep": "disagree about the timestep",
         "batch": "disagree about shapes of the inputs",
         "processors": "given the processor WanAttnProcessor while it is parallel",
@@ -72,6 +89,8 @@ def test_ranks_refuse_together() -> None:
         "gradients": "disagree about whether gradients are on",
         "rounding": "accepted",
         "sound": "accepted",
+        "guidance": "given another guidance than rank 0",
+        "control": "given another controlnet_block_samples",
     }.items():
         assert re.search(says, heard[0][what]), f"{what}: {heard[0][what]}"
 

@@ -80,10 +80,10 @@ def test_single_precision_is_within_1e_5() -> None:
     run_ranks(_single_precision, 2)
 
 
-def _interleaved(rank: int, world_size: int) -> None:
+def _interleaved(rank: int, world_size: int, kind: str) -> None:
     """Two videos of other sizes under way at once, each layer recomputed in the backward pass."""
     for name in ("latte_xl_2", "axial_k3"):
-        config = tiny(name, recompute="full")
+        config = tiny(name, recompute=kind)
         model = build(config, mesh_of_world())
         made = [inputs(config, grid, batch) for grid, batch in (((5, 1, 7), 2), ((2, 3, 3), 1))]
         outs = [model(**part(model, given)) for given, _ in made]
@@ -94,8 +94,9 @@ def _interleaved(rank: int, world_size: int) -> None:
             model.zero_grad(set_to_none=True)
 
 
-def test_two_sizes_at_once_with_recompute() -> None:
-    run_ranks(_interleaved, 3)
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_two_sizes_at_once_with_recompute(kind: str) -> None:
+    run_ranks(_interleaved, 3, kind)
 
 
 def _sparse(rank: int, world_size: int) -> None:

@@ -24,7 +24,7 @@ from tests.distributed.pipeline_commands import (
     run_until,
 )
 from tests.harness import run_ranks
-from tests.pipeline_folders import PIPELINES, save_pipeline
+from tests.pipeline_folders import PIPELINES, save_pipeline, text_length
 from tests.reference import max_error
 
 pytestmark = [pytest.mark.pipelines, pytest.mark.timeout(400)]
@@ -64,8 +64,8 @@ def _diffusers(name: str, folder: Path, prepare: Callable[[Any], None] | None = 
     for key in ("num-frames", "guidance-scale", "true-cfg-scale"):
         if f"--{key}" in words:
             settings[key.replace("-", "_")] = int(words[words.index(f"--{key}") + 1])
-    image: dict[str, Any] = {"image": Image.open(folder.parent / "start.png")} if name == "wan i2v" else {}
-    texts = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "max_sequence_length": 9}
+    image: dict[str, Any] = {"image": Image.open(folder.parent / "start.png")} if name.startswith("wan i2v") else {}
+    texts = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "max_sequence_length": text_length(name)}
     noise = {"generator": torch.Generator().manual_seed(7)}
     result = pipe(**{**settings, **image, **texts, **noise, **changes}, output_type="pt", return_dict=False)[0][0]
     return 2 * (result[:, None] if name == "flux" else result.transpose(0, 1)) - 1
@@ -83,7 +83,9 @@ def _run(world_size: int, lists: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_pipeline_equals_diffusers(world_size: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Odd token counts, guidance, two experts, an image, text of unequal length in the sequence (Traps B31, B33, B93).
+    """Odd token counts, guidance, two experts, images, 769 context tokens, text of unequal length in the sequence.
+
+    (Traps B31, B33, B93.)
 
     The same seed gives the same video at any world size (Traps B77, B79).
     """
@@ -247,6 +249,43 @@ def test_groups_take_turns(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "3 of 3 outputs exist already" in ended[0][1]
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_guidance_on_halves_equals_diffusers(world_size: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Dense and sparse, one call a step and two, a first step that both halves compute (Trap B93)."""
+    cases = []
+    for name in PIPELINES:
+        for kind, mask in (("dense", ()), ("sparse", SPARSE)):
+            output = tmp_path / f"{name}_{kind}"
+            cases.append((name, kind, output, command(name, folders[name], output, *mask, "--cfg-parallel")))
+    alone = {name: command(name, folders[name], tmp_path / f"{name}_alone", *SPARSE) for name in PIPELINES}
+    _run(1, list(alone.values()))
+    _run(world_size, [words for *_, words in cases])
+    for name, kind, output, words in cases:
+        (sparse,) = made(tmp_path / f"{name}_alone").values()
+        want = _diffusers(name, folders[name]) if kind == "dense" else sparse
+        (video,) = made(output).values()
+        assert max_error(video, want) < ATOL, shlex.join(words)
+
+
+def test_guidance_on_halves_of_groups_that_take_turns(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Four ranks: two prompts at a time, each branch on one rank; SIGTERM on one ends its group after the step."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red cat\na blue dog\nsnow\n")
+    mesh = ("--sp.ulysses_degree", "1", "--sp.ring_degree", "1", "--compare-dense", *SPARSE)
+    words = command("wan", folders["wan"], tmp_path / "out", *mesh)
+    at = words.index("--prompt")
+    words = [*words[:at], "--prompts", str(prompts), *words[at + 2 :]]
+    ended = run_ranks(run_until, 4, [*words, "--cfg-parallel"], 2, timeout_s=120)
+    assert [code for code, _ in ended] == [0] * 4, ended
+    _run(4, [[*words, "--cfg-parallel"]])
+    _run(1, [[*words, "--output", str(tmp_path / "alone")]])
+    halves, alone = made(tmp_path / "out"), made(tmp_path / "alone")
+    assert halves.keys() == alone.keys()
+    assert len(halves) == 6
+    for name, video in halves.items():
+        assert max_error(video, alone[name]) < ATOL, name
+
+
 def _one_sided(rank: int, world_size: int, words: list[str]) -> tuple[object, str]:
     return run_command(rank, world_size, [*words, "--height", "81"] if rank == 1 else words)
 
@@ -256,6 +295,37 @@ def test_a_mistake_on_one_rank_ends_all(folders: dict[str, Path], tmp_path: Path
     assert [code for code, _ in ended] == [2, 2], ended
     assert "rank 1: generate.height must be a multiple of 16 for this pipeline, got 81; use 80 or 96" in ended[0][1]
     assert not (tmp_path / "out").exists()
+
+
+def _full(rank: int, world_size: int, words: list[str]) -> tuple[object, str]:
+    full = OSError(28, "No space left on device")
+    with patch.object(diffusers_run, "write_settings", side_effect=full):
+        return run_command(rank, world_size, words)
+
+
+def test_an_overwrite_that_ends_halfway_does_not_pass_for_the_old_output(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The old JSON file would vouch for the new video."""
+    words = command("wan", folders["wan"], tmp_path / "out")
+    _run(1, [words])
+    ended = run_ranks(_full, 2, [*words, "--overwrite", "--guidance-scale", "5"])
+    assert [code for code, _ in ended] == [1, 1], ended
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
+def test_another_picture_of_the_same_name_is_another_setting(folders: dict[str, Path], tmp_path: Path) -> None:
+    from PIL import Image
+
+    words = command("wan i2v", folders["wan i2v"], tmp_path / "out")
+    picture = tmp_path / "start.png"
+    words[words.index("--image") + 1] = str(picture)
+    Image.new("RGB", (50, 90), (9, 9, 9)).save(picture)
+    _run(1, [words])
+    Image.new("RGB", (50, 90), (9, 9, 200)).save(picture)
+    code, printed = run_command(0, 1, words)
+    assert code == 2
+    assert "was made with other settings: image_digest was" in printed
 
 
 def _unwritable(rank: int, world_size: int, words: list[str]) -> tuple[object, str]:

@@ -120,8 +120,8 @@ def test_layers_with_a_method_never_wait(tmp_path: Path, name: str) -> None:
 def test_a_ramp_never_waits(name: str) -> None:
     """Each step has a density of its own, and patterns that are made anew.
 
-    Heads of `sparse_videogen` choose between two patterns anew in each step, whose blocks differ in number, so that only
-    its first and last step compare.
+    Heads of `sparse_videogen` choose between two patterns anew in each step, whose blocks differ in number, so that
+    only its first and last step compare.
     """
     q, k, v = _inputs()
     method = build_mask_method(MaskConfig(method=name, ramp="cosine", ramp_steps=9))

@@ -45,6 +45,8 @@ CASES = {
     2: [
         *_cases("native", (1, 1, TP2), (2, 1, FSDP), recompute=True),
         *_cases("megatron", (1, 1, TP2), (1, 1, SHARED), (1, 1, PP2), (1, 2, {}), (1, 1, WHOLE)),
+        *_cases("native", (1, 2, FSDP), recompute="selective"),
+        *_cases("megatron", (1, 1, SHARED), (2, 1, {}), recompute="selective"),
     ],
     4: [
         *_cases("native", (2, 1, TP2), (1, 1, TP2), (2, 1, FSDP), (1, 1, TP2 | FSDP)),
@@ -70,6 +72,7 @@ DEEPSPEED_CASES = [
         (1, 2, TP2, {"micro_batch_size": 2}),
         (2, 1, TP2, {}),
         (3, 2, TP2, {"micro_batch_size": 2}),
+        (3, 2, {}, {"recompute": "selective"}),
     )
 ]
 

@@ -79,7 +79,12 @@ def _train(rank: int, world_size: int, root: Path, cases: list[dict[str, Any]]) 
 @pytest.mark.parametrize("model", [SPACE_TIME, THREE_DIMS])
 def test_five_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, model: str) -> None:
     reference = train(dsp_config(tmp_path, model=model))
-    cases: list[dict[str, Any]] = [{"ranks": 4}, {"ranks": 2}, {"ranks": 4, "recompute": True}]
+    cases: list[dict[str, Any]] = [
+        {"ranks": 4},
+        {"ranks": 2},
+        {"ranks": 4, "recompute": "full"},
+        {"ranks": 2, "recompute": "selective"},
+    ]
     cases += [{"ranks": 2, "parallel": ParallelConfig(data_parallel="fsdp")}]
     runs = run_ranks(_train, 4, tmp_path, [case | {"model": model} for case in cases], timeout_s=200)[0]
     assert reference[0][0] != reference[0][-1], "the reference does not train"

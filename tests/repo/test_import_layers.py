@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("infer",),
 )
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
-PURE = ("block_mask", "dsp.layout", "dsp.planner", "dsp.stages", "kernels", "masks", "plan")
+PURE = ("block_mask", "dsp.layout", "dsp.planner", "dsp.stages", "dsp.unit_index", "kernels", "masks", "plan")
 
 
 def _sources() -> list[Path]:

@@ -71,6 +71,11 @@ def test_mask_config_from_args_takes_every_flag() -> None:
             "--sp-mask sliding_tile --sp-mask-tile 1 2 4 --sp-mask-window 3 1 1",
             MaskConfig(method="sliding_tile", tile=(1, 2, 4), window=(3, 1, 1)),
         ),
+        (
+            "--sp-mask sliding_tile --sp-mask-window 3 1 1 1 3 1",
+            MaskConfig(method="sliding_tile", window=((3, 1, 1), (1, 3, 1))),
+        ),
+        ("--sp-mask sparge --sp-top-p 0.4 0.5", MaskConfig(method="sparge", top_p=(0.4, 0.5))),
         ("--sp-mask radial --sp-mask-width 0.5", MaskConfig(method="radial", width=0.5)),
         (
             "--sp-mask duo --sp-mask-global-heads 0 3 --sp-mask-sink-tokens 4 --sp-mask-window-tokens 5",
@@ -83,6 +88,12 @@ def test_mask_config_from_args_takes_every_flag() -> None:
 )
 def test_mask_config_from_args_knows_every_method(words: str, config: MaskConfig) -> None:
     assert mask_config_from_args(_parse(*words.split())) == config
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_mask_windows_are_threes(count: int) -> None:
+    with pytest.raises(ValueError, match=r"mask\.window must be three integers"):
+        mask_config_from_args(_parse("--sp-mask", "sliding_tile", "--sp-mask-window", *["1"] * count))
 
 
 def test_mask_flags_that_do_not_belong_are_refused() -> None:

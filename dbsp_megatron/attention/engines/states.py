@@ -32,6 +32,6 @@ def merge_states(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tu
 
 
 def _weighted(out: Tensor, log_weight: Tensor) -> Tensor:
-    """`out` times exp(log_weight) of its rows; where the weight is 0, out is not read."""
+    """`out` times exp(log_weight) of its rows; where the weight is 0, out is not read. A weight of NaN gives NaN."""
     weight = torch.exp(log_weight).transpose(1, 2)[..., None]
-    return torch.where(weight > 0, out * weight, 0.0)
+    return torch.where(weight == 0, 0.0, out * weight)

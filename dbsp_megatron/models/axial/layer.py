@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,16 @@ class AxialConditioning(Conditioning):
     """Which blocks are computed along long dims; None for all."""
     dim: str = ""
     """The dim that the layer attends along."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Length of every sequence dim on this rank, and samples."""
+        return (*self.lengths.values(), self.embedding.shape[0])
+
+    @property
+    def place(self) -> int:
+        """Number of the dim that the layer attends along."""
+        return list(self.lengths).index(self.dim)
 
     def entered(self, layer: int, dim: str, x: Tensor) -> tuple[Tensor, AxialConditioning]:
         """The stream [s, b, hidden] in the layout that a layer computes in, and what that layer is told."""
@@ -85,24 +96,34 @@ class AxialSelfAttention(DiTSelfAttention):
         super().__init__(config, layer_number, **options)
         self.index = layer_number - 1
 
-    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
-        """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
-        if not isinstance(conditioning, AxialConditioning):
-            raise ValueError(f"axial attention needs AxialConditioning, got {type(conditioning).__name__}")
-        sizes, dim = (*conditioning.lengths.values(), x.shape[1]), list(conditioning.lengths).index(conditioning.dim)
-        rows = x.view(*sizes, x.shape[2]).movedim(dim, 0)
+    def project(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DiTSelfAttention.project`: q, k and v are [length of the dim, all else, heads, d]."""
+        here = _axial(conditioning)
+        rows = x.view(*here.sizes, x.shape[2]).movedim(here.place, 0)
         # No -1: this rank may hold nothing.
-        batch = rows.shape[1:-1].numel()
-        out = super().forward(rows.reshape(sizes[dim], batch, x.shape[2]), conditioning)
-        return out.view(*rows.shape[:-1], out.shape[-1]).movedim(0, dim).reshape(*x.shape[:2], out.shape[-1])
+        return super().project(rows.reshape(rows.shape[0], rows.shape[1:-1].numel(), x.shape[2]), conditioning)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, conditioning: Conditioning) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, conditioning: Conditioning) -> Tensor:
         """See `DiTSelfAttention.attend`."""
-        sparse = conditioning.sparse if isinstance(conditioning, AxialConditioning) else None
+        sparse = _axial(conditioning).sparse
         # A rank that holds nothing leaves it to dense attention, which gives nothing its gradients.
         if sparse is None or not sparse.takes(len(q)) or not q.numel():
-            return super().attend(q, k, v, conditioning)
+            return super().attend(q, k, v, x, conditioning)
         return sparse(q, k, v, self.index)
+
+    def output(self, out: Tensor, conditioning: Conditioning) -> Tensor:
+        """See `DiTSelfAttention.output`: [s_local, b, hidden] again."""
+        here = _axial(conditioning)
+        sizes, projected = list(here.sizes), super().output(out, conditioning)
+        length = sizes.pop(here.place)
+        rows = projected.view(length, *sizes, projected.shape[-1]).movedim(0, here.place)
+        return rows.reshape(math.prod(here.lengths.values()), here.sizes[-1], projected.shape[-1])
+
+
+def _axial(conditioning: Conditioning) -> AxialConditioning:
+    if not isinstance(conditioning, AxialConditioning):
+        raise ValueError(f"an axial layer needs AxialConditioning, got {type(conditioning).__name__}")
+    return conditioning
 
 
 class AxialLayer(DiTLayer):
@@ -115,16 +136,20 @@ class AxialLayer(DiTLayer):
         self.dim = dit.attention_dim(self.index)
         self.first_in_time = self.dim == "T" and "T" not in map(dit.attention_dim, range(self.index))
 
-    def forward(self, hidden_states: Tensor, conditioning: Conditioning) -> Tensor:
-        """Maps [s_local, b, hidden] to [s_local, b, hidden], another part of the video where it is switched."""
-        if not isinstance(conditioning, AxialConditioning):
-            raise ValueError(f"an axial layer needs AxialConditioning, got {type(conditioning).__name__}")
-        x, here = conditioning.entered(self.index, self.dim, hidden_states)
+    def forward(self, hidden_states: Tensor, conditioning: Conditioning, *, selective: bool = False) -> Tensor:
+        """Maps [s_local, b, hidden] to [s_local, b, hidden], another part of the video where it is switched.
+
+        Args:
+            hidden_states: tokens of this rank, as the layer before left them.
+            conditioning: an `AxialConditioning`.
+            selective: compute all but switch and attention again in the backward pass.
+        """
+        x, here = _axial(conditioning).entered(self.index, self.dim, hidden_states)
         if self.first_in_time and here.time_features is not None:
             # Each frame's row for all tokens of it; T comes first.
             per_frame = x.shape[0] // here.lengths["T"]
             x = x + here.time_features.to(x.dtype).repeat_interleave(per_frame, dim=0)[:, None]
-        return super().forward(x, here)
+        return super().forward(x, here, selective=selective)
 
 
 def axial_block_spec(dit: AxialConfig, core_attention: CoreAttention | None) -> TransformerBlockSubmodules:

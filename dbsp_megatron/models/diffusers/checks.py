@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -76,7 +77,11 @@ def check_installable(transformer: nn.Module, table: TransformerTable) -> None:
 
 
 def check_runnable(
-    transformer: nn.Module, table: TransformerTable, processors: list[SequenceParallelProcessor], gradients: bool
+    transformer: nn.Module,
+    table: TransformerTable,
+    processors: list[SequenceParallelProcessor],
+    hooked: Mapping[str, nn.Module],
+    gradients: bool,
 ) -> bool:
     """Refuse what was done to a transformer since, and what it cannot do.
 
@@ -84,6 +89,7 @@ def check_runnable(
         transformer: with our processors.
         table: its table.
         processors: those that were set, by layer.
+        hooked: modules with our hooks, by path.
         gradients: whether gradients are on.
 
     Returns:
@@ -93,6 +99,13 @@ def check_runnable(
         ValueError: it cannot run.
     """
     cached = bool(getattr(transformer, "is_cache_enabled", False))
+    modules = dict(transformer.named_modules())
+    for path, module in hooked.items():
+        if modules.get(path) is not module:
+            raise ValueError(
+                f"module {path} of {table.class_name} was replaced while it is parallel, which takes our hook off it: "
+                "load, add and remove adapters before parallelize"
+            )
     blocks, attentions = table.blocks(transformer), table.attentions(transformer)
     for layer, (attention, processor) in enumerate(zip(attentions, processors, strict=True)):
         if attention.processor is not processor:
@@ -107,8 +120,13 @@ def check_runnable(
             "with compile_repeated_blocks() or block.compile(), without fullgraph=True"
         )
     for module in (transformer, *blocks, *attentions):
-        for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
+        for name, hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
             cached = cached or name in _CACHES
+            if getattr(getattr(hook, "config", None), "calibrate", False):
+                raise ValueError(
+                    "MagCache calibrates: it would measure the ratios of this rank's tokens alone. Calibrate without "
+                    "parallelize and pass mag_ratios"
+                )
             if name not in _HARMLESS_HOOKS + _CACHES:
                 raise ValueError(
                     f"{type(module).__name__} has the hook {name!r} of diffusers: each rank would decide by its own "
@@ -121,3 +139,21 @@ def check_runnable(
             "call disable_gradient_checkpointing(), or use torch.no_grad()"
         )
     return cached
+
+
+def check_guidance(cached: bool, gradients: bool) -> None:
+    """Refuse what ranks cannot do while each half of them computes one branch of guidance.
+
+    Raises:
+        ValueError: it cannot run.
+    """
+    if cached:
+        raise ValueError(
+            "a feature cache is on, which would mix what it keeps of the two branches of guidance: disable it, or "
+            "leave guidance_group out"
+        )
+    if gradients:
+        raise ValueError(
+            "gradients are on, and branches of guidance on other ranks have none: use torch.no_grad(), or leave "
+            "guidance_group out"
+        )

@@ -63,4 +63,5 @@ COGVIDEOX = TransformerTable(
     ),
     gather=GatherOutput(module="proj_out", dim=1, tokens="grid"),
     measure=_measure,
+    batched=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
 )

@@ -68,8 +68,10 @@ def _grid_of(ids: Tensor, num_image: int) -> tuple[int, int, int] | None:
     if places.numel() == 0:
         return None
     rows, columns = (int(n) + 1 for n in places[-1])
+    if rows < 1 or columns < 1 or rows * columns != num_image:
+        return None
     raster = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
-    return (1, rows, columns) if rows * columns == num_image and torch.equal(places, raster) else None
+    return (1, rows, columns) if torch.equal(places, raster) else None
 
 
 FLUX = TransformerTable(
@@ -87,5 +89,9 @@ FLUX = TransformerTable(
     ),
     gather=GatherOutput(module="proj_out", dim=1, tokens="grid"),
     measure=_measure,
+    batched=(
+        *("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance"),
+        *("controlnet_block_samples", "controlnet_single_block_samples"),
+    ),
     differentiable=("hidden_states", "encoder_hidden_states", "pooled_projections"),
 )

@@ -9,14 +9,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import Belief, agree, digest_int
 from dbsp_megatron.masks import MaskMethod
-from dbsp_megatron.models.diffusers.checks import check_runnable
-from dbsp_megatron.models.diffusers.inputs import check_same_inputs
+from dbsp_megatron.models.diffusers.checks import check_guidance, check_runnable
+from dbsp_megatron.models.diffusers.guidance import BranchCall, GuidanceBranches, SharedForward
+from dbsp_megatron.models.diffusers.inputs import check_same_inputs, named_tensors
 from dbsp_megatron.models.diffusers.processor import ActiveForward
 from dbsp_megatron.models.diffusers.steps import StepCounter, timestep_value
 from dbsp_megatron.models.diffusers.table import Arguments, SplitInput, SplitOutput, TransformerTable, map_tensors
@@ -41,13 +43,15 @@ class ParallelTransformers:
         transformers: list[tuple[nn.Module, TransformerTable]],
         sp: SequenceParallel,
         mask: BlockMask | MaskMethod | None,
+        guidance_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.sp, self._steps = sp, StepCounter(sp)
         self._parallel: list[_ParallelTransformer] = []
         try:
             for transformer, table in transformers:
+                branches = None if guidance_group is None else GuidanceBranches(guidance_group, table)
                 self._parallel.append(
-                    _ParallelTransformer(transformer, table, sp, mask, self._steps, first_layer=self.num_layers)
+                    _ParallelTransformer(transformer, table, sp, mask, self._steps, branches, self.num_layers)
                 )
         except BaseException:
             self.undo()
@@ -91,14 +95,18 @@ class _ParallelTransformer:
         sp: SequenceParallel,
         mask: BlockMask | MaskMethod | None,
         steps: StepCounter,
+        branches: GuidanceBranches | None,
         first_layer: int,
     ) -> None:
         self._transformer, self._table, self._sp, self._mask, self._steps = transformer, table, sp, mask, steps
+        self._branches = branches
+        self._forward: SharedForward | None = None
         self._active = ActiveForward()
         self._known: OrderedDict[tuple[object, ...], TokenStreams] = OrderedDict()
         self._pinned: dict[int, TokenLayout] = {}
         self._text_mask: tuple[tuple[object, ...], BlockMask] | None = None
         self._hooks: list[RemovableHandle] = []
+        self._hooked: dict[str, nn.Module] = {}
         attentions = table.attentions(transformer)
         self.processors = [
             table.processor(self._active, first_layer + i, attention.processor)
@@ -125,17 +133,22 @@ class _ParallelTransformer:
         for rule in self._table.splits:
             if rule.module:
                 add(self._attach(rule))
-        for block in self._table.blocks(self._transformer):
+        for path, block in self._table.block_paths(self._transformer).items():
+            self._hooked[path] = block
             if self._table.enter_block is not None:
                 enter = partial(self._enter_block, self._table.enter_block)
                 add(block.register_forward_pre_hook(enter, with_kwargs=True))
-            if self._table.leave_block is not None:
-                add(block.register_forward_hook(partial(self._leave_block, self._table.leave_block)))
-        gather = self._table.gather
-        add(self._transformer.get_submodule(gather.module).register_forward_hook(self._gather))
+        add(self._submodule(self._table.gather.module).register_forward_hook(self._gather))
+        if self._branches is not None:
+            self._forward = SharedForward(self._transformer, self._branches)
+
+    def _submodule(self, path: str) -> nn.Module:
+        """A module that gets a hook."""
+        self._hooked[path] = self._transformer.get_submodule(path)
+        return self._hooked[path]
 
     def _attach(self, rule: SplitInput | SplitOutput) -> RemovableHandle:
-        module = self._transformer.get_submodule(rule.module)
+        module = self._submodule(rule.module)
         if isinstance(rule, SplitInput):
             return module.register_forward_pre_hook(partial(self._split_input, rule), with_kwargs=True)
         return module.register_forward_hook(partial(self._split_output, rule))
@@ -144,6 +157,8 @@ class _ParallelTransformer:
         """Remove hooks and give processors back."""
         while self._hooks:
             self._hooks.pop().remove()
+        if self._forward is not None:
+            self._forward.undo()
         self._active.end()
         ours = set(map(id, self.processors))
         # Processors that somebody set since stay.
@@ -156,18 +171,26 @@ class _ParallelTransformer:
         """Agree with the other ranks on the call, then lay out its tokens."""
         arguments = Arguments(module, args, kwargs)
         given, gradients = arguments.by_name(), torch.is_grad_enabled()
-        problem, counts, timestep, shapes, cached = None, None, None, "", False
+        own, problem, counts, timestep, cached = given, None, None, None, False
+        call: BranchCall | None = None
         try:
-            cached = check_runnable(self._transformer, self._table, self.processors, gradients)
-            counts = self._table.measure(self._transformer, given, isinstance(self._mask, MaskMethod))
+            cached = check_runnable(self._transformer, self._table, self.processors, self._hooked, gradients)
+            if self._branches is not None:
+                check_guidance(cached, gradients)
+                call = self._branches.plan(given)
+                own = call.arguments
+            counts = self._table.measure(self._transformer, own, isinstance(self._mask, MaskMethod))
             self._check_mask(counts)
             timestep = timestep_value(given.get("timestep"))
-            shapes = f"{counts}, {', '.join(f'{x} {_shape(given.get(x))}' for x in self._table.differentiable)}"
         except (ValueError, KeyError) as error:
             problem = f"missing argument {error}" if isinstance(error, KeyError) else str(error)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = f"{type(error).__name__}: {error}"
         where = f"{self._table.class_name}, step {self._steps.step}"
+        if self._branches is not None:
+            problem = self._branches.agree(problem, call, given)
+        tensors, kind = named_tensors(given), call and call.kind
+        shapes = f"{counts}, {', '.join(f'{name} {_shape(x)}' for name, x in tensors)}"
         beliefs = {
             "shapes of the inputs": Belief(
                 digest_int(shapes), lambda: shapes, "give all ranks the same prompt, batch size and video size"
@@ -181,19 +204,32 @@ class _ParallelTransformer:
             "whether a feature cache is on": Belief(
                 int(cached), lambda: "on" if cached else "off", "enable the cache on all ranks or on none"
             ),
+            "the branch of guidance": Belief(
+                digest_int(kind), lambda: str(kind), "call the transformer alike on all ranks of a half"
+            ),
         }
-        agree(where, problem, beliefs, self._sp.groups.control_group)
+        try:
+            agree(where, problem, beliefs, self._sp.groups.control_group)
+            check_same_inputs(tensors, self._sp.groups.control_group)
+        except ValueError:
+            if self._branches is not None:
+                self._branches.forget()
+            raise
         if counts is None:
             raise ValueError(f"{where}: {problem}")
-        inputs = [(name, given[name]) for name in self._table.differentiable if isinstance(given.get(name), Tensor)]
-        check_same_inputs(inputs, self._sp.groups.control_group)
+        if self._branches is not None and call is not None:
+            self._branches.begin(call)
+            if call.kind == "ready":
+                return args, kwargs
+            for name in own:
+                arguments.replace(name, own[name])
         with torch.inference_mode(False), torch.no_grad():
             self._lay_out(counts, cached, new_step=self._steps.see(timestep, gradients))
         for rule in self._table.splits:
             if not rule.module and isinstance(rule, SplitInput):
                 self._split_argument(rule, arguments)
         if gradients and self._sp.group is not None:
-            self._join_gradients(arguments, inputs)
+            self._join_gradients(arguments)
         return tuple(arguments.args), arguments.kwargs
 
     def _check_mask(self, counts: TokenCounts) -> None:
@@ -258,8 +294,9 @@ class _ParallelTransformer:
     def _taken(self, value: Any, dim: int, tokens: Stream) -> Any:
         return map_tensors(value, lambda x: self._active.streams.take(x, dim, tokens))
 
-    def _join_gradients(self, arguments: Arguments, inputs: list[tuple[str, Tensor]]) -> None:
-        wanted = {name: x for name, x in inputs if x.requires_grad}
+    def _join_gradients(self, arguments: Arguments) -> None:
+        inputs = {name: arguments.get(name) for name in self._table.differentiable}
+        wanted = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
         if wanted:
             joined = ReplicatedInputs.apply(self._sp.group, *wanted.values())
             for name, x in zip(wanted, joined, strict=True):
@@ -275,7 +312,10 @@ class _ParallelTransformer:
 
     @torch.compiler.disable
     def _split_output(self, rule: SplitOutput, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._taken(output, rule.dim, rule.tokens)
+        taken = self._taken(output, rule.dim, rule.tokens)
+        if rule.never_empty and self._active.streams.count(rule.tokens) == 0:
+            return map_tensors(output, lambda x: x.narrow(rule.dim, 0, 1))
+        return taken
 
     @torch.compiler.disable
     def _enter_block(
@@ -290,12 +330,6 @@ class _ParallelTransformer:
         return tuple(arguments.args), arguments.kwargs
 
     @torch.compiler.disable
-    def _leave_block(
-        self, change: Callable[[Any, TokenStreams], Any], module: nn.Module, args: tuple[Any, ...], output: Any
-    ) -> Any:
-        return change(output, self._active.streams)
-
-    @torch.compiler.disable
     def _gather(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         rule = self._table.gather
         return self._active.streams.gather(output, rule.dim, rule.tokens)
@@ -305,5 +339,5 @@ class _ParallelTransformer:
         self._active.end()
 
 
-def _shape(x: Any) -> object:
-    return (*x.shape, str(x.dtype), x.requires_grad) if isinstance(x, Tensor) else None
+def _shape(x: Tensor) -> object:
+    return *x.shape, str(x.dtype), x.requires_grad

@@ -37,9 +37,9 @@ class HunyuanVideoProcessor(SequenceParallelProcessor):
 
         The mask only hides text tokens past the end of the prompt, which are in no rank's text.
         """
-        # Blocks that part [video ; text] by a text length of 0 hand over all of it as text.
-        given = hidden_states.shape[1]
-        video, text = _part((hidden_states, encoder_hidden_states), self.active.streams)
+        video = hidden_states
+        # A rank without text has a row in its place, which nobody attends to.
+        text = encoder_hidden_states[:, : self.active.streams.count("text")]
         if attn.add_q_proj is None:
             # One product for both.
             parts = project(attn, torch.cat([text, video], dim=1), fused=False)
@@ -55,19 +55,11 @@ class HunyuanVideoProcessor(SequenceParallelProcessor):
             q, k = rotate(q, image_rotary_emb), rotate(k, image_rotary_emb)
         out = self.attend(*(torch.cat(pair, dim=1) for pair in ((q_text, q), (k_text, k), (v_text, v))))
         text, video = out.split([text.shape[1], video.shape[1]], dim=1)
-        if attn.add_q_proj is None:
-            joint = torch.cat([video, text], dim=1)
-            return joint[:, :given], joint[:, given:]
-        return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
-
-
-def _part(pair: tuple[Tensor, Tensor], streams: TokenStreams) -> tuple[Tensor, Tensor]:
-    """Video and text of a pair that is [video ; text] together."""
-    video, text = pair
-    if video.shape[1] == streams.count("grid"):
+        if attn.add_q_proj is not None:
+            video, text = attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
+        if text.shape[1] < encoder_hidden_states.shape[1]:
+            text = text.new_zeros(text.shape[0], encoder_hidden_states.shape[1], text.shape[2])
         return video, text
-    joint = torch.cat([video, text], dim=1)
-    return joint[:, : streams.count("grid")], joint[:, streams.count("grid") :]
 
 
 def _count_first_frame(arguments: Arguments, streams: TokenStreams) -> None:
@@ -99,12 +91,16 @@ HUNYUAN_VIDEO = TransformerTable(
     splits=(
         SplitOutput(module="rope", dim=0, tokens="grid"),
         SplitOutput(module="x_embedder", dim=1, tokens="grid"),
-        # Rows past the prompt are of no stream, and so taken by no rank.
-        SplitOutput(module="context_embedder", dim=1, tokens="text"),
+        # Rows past the prompt are of no stream, and so taken by no rank. Blocks part [video ; text] by its length from
+        # the end, which must not be 0.
+        SplitOutput(module="context_embedder", dim=1, tokens="text", never_empty=True),
     ),
     gather=GatherOutput(module="proj_out", dim=1, tokens="grid"),
     measure=_measure,
+    batched=(
+        *("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
+        *("pooled_projections", "guidance"),
+    ),
     enter_block=_count_first_frame,
-    leave_block=_part,
     differentiable=("hidden_states", "encoder_hidden_states", "pooled_projections"),
 )

@@ -39,6 +39,8 @@ class SplitOutput:
     """Token dim."""
     tokens: Stream
     """What its rows stand for."""
+    never_empty: bool = False
+    """A rank without tokens of this kind keeps the first row in their place, which its processors leave out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +78,18 @@ class TransformerTable:
     ValueError for what cannot be split."""
     enter_block: Callable[[Arguments, TokenStreams], None] | None = None
     """Changes arguments of a block that count tokens."""
-    leave_block: Callable[[Any, TokenStreams], Any] | None = None
-    """Repairs what a block returns where a rank has no tokens of a kind."""
     differentiable: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     """Arguments that may need a gradient."""
+    batched: tuple[str, ...]
+    """Arguments whose first dim is the batch, where it is not 1."""
+
+    def block_paths(self, transformer: nn.Module) -> dict[str, nn.Module]:
+        """All blocks by path, in the order in which they run."""
+        return {f"{name}.{i}": block for name in self.block_lists for i, block in enumerate(getattr(transformer, name))}
 
     def blocks(self, transformer: nn.Module) -> list[nn.Module]:
         """All blocks, in the order in which they run."""
-        return [block for name in self.block_lists for block in getattr(transformer, name)]
+        return list(self.block_paths(transformer).values())
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
         """The attention over the sequence of each block; its place is its layer index."""

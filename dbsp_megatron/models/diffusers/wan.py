@@ -63,5 +63,6 @@ WAN = TransformerTable(
     ),
     gather=GatherOutput(module="proj_out", dim=1, tokens="grid"),
     measure=_measure,
+    batched=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"),
     differentiable=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
 )

@@ -137,6 +137,11 @@ class DiTSelfAttention(MegatronModule):
 
     def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
+        q, k, v = self.project(x, conditioning)
+        return self.output(self.attend(q, k, v, x, conditioning), conditioning)
+
+    def project(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [s_local, b, hidden] to rotated q and k, and v, each [s_local, b, heads, d] of this rank."""
         tokens = conditioning.tokens
         if self.text_qkv is None or self.text_linear_proj is None:
             num_tokens = tokens.num_text + tokens.num_video
@@ -147,23 +152,27 @@ class DiTSelfAttention(MegatronModule):
             both = zip(self.text_qkv(text), self.qkv(video), strict=True)
             q, k, v = (tokens.merge(of_text, of_video) for of_text, of_video in both)
         q, k = (apply_rotary(each, tokens.cos, tokens.sin) for each in (q, k))
-        out = self.attend(q, k, v, conditioning)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, conditioning: Conditioning) -> Tensor:
+        """Attention of what `project` made of x, [s_local, b, heads * d]; ranks exchange tokens only here."""
+        out: Tensor = self.core_attention(
+            q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None
+        )
         if self.coarse_branch is not None:
             # Behind the attention of tokens, in which ranks have made sure that their tensors fit together.
-            out = self.coarse_branch(out, q, k, v, x, tokens)
+            out = self.coarse_branch(out, q, k, v, x, conditioning.tokens)
+        return out
+
+    def output(self, out: Tensor, conditioning: Conditioning) -> Tensor:
+        """Projects what `attend` gave to [s_local, b, hidden]."""
+        tokens = conditioning.tokens
         if self.text_linear_proj is None:
             rows = padded_rows(out, group_size(self.tp_group)) if self.config.sequence_parallel else out
             projected: Tensor = self.linear_proj(rows)[0]
             return projected
         text, video = tokens.split(out)
         return tokens.merge(self.text_linear_proj(text)[0], self.linear_proj(video)[0])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, conditioning: Conditioning) -> Tensor:
-        """Attention of rotated queries and keys [s_local, b, heads, d], as [s_local, b, heads * d]."""
-        out: Tensor = self.core_attention(
-            q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None
-        )
-        return out
 
 
 class DiTCrossAttention(MegatronModule):

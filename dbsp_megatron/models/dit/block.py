@@ -9,23 +9,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import Recompute
+from dbsp_megatron.models.dit.recompute import recomputed
 
 
 class DiTBlock(TransformerBlock):
     """A stack of DiT layers.
 
     Building and checkpointing of the layers are Megatron's. The forward pass is ours: Megatron's has no argument that
-    could carry the modulation, and its recomputation touches the CUDA random state, which a CPU run does not have. The
-    layers draw no random numbers, so there is no state to restore.
+    could carry the modulation.
 
     Args:
         config: Megatron's config.
         spec: The layers.
-        recompute: `full` computes each layer again in the backward pass.
+        recompute: `full` computes each layer again in the backward pass, `selective` all of it but the attention of
+            tokens.
         pg_collection: Process groups.
     """
 
@@ -42,15 +42,10 @@ class DiTBlock(TransformerBlock):
 
     def forward(self, hidden_states: Tensor, conditioning: Conditioning, **_: Any) -> Tensor:
         """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
-        recompute = self.recompute == "full" and self.training and torch.is_grad_enabled()
+        kind = self.recompute if self.training and torch.is_grad_enabled() else "none"
         for layer in self.layers:
-            if not recompute:
-                hidden_states = layer(hidden_states, conditioning)
-                continue
-            # Without early stop, every rank runs every collective of the layer again, however little its own tokens
-            # need: ranks that stopped at different points would wait for one another for ever.
-            with set_checkpoint_early_stop(False):
-                hidden_states = checkpoint(
-                    layer, hidden_states, conditioning, use_reentrant=False, preserve_rng_state=False
-                )
+            if kind == "full":
+                hidden_states = recomputed(layer, hidden_states, conditioning)
+            else:
+                hidden_states = layer(hidden_states, conditioning, selective=kind == "selective")
         return hidden_states

@@ -17,7 +17,7 @@ QKNorm = Literal["none", "rms_head", "layer_head", "rms_hidden"]
 Modulation = Literal["table", "linear"]
 TextProjectionKind = Literal["linear", "mlp"]
 PositionEmbeddingKind = Literal["none", "sincos", "learned"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 
 
 def _choice(name: str, value: Any, literal: Any) -> None:

@@ -16,6 +16,7 @@ from dbsp_megatron.compat import group_rank, group_size
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, AffineNorm, add_gated
+from dbsp_megatron.models.dit.recompute import attention_kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,30 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
             None if submodules.text_mlp is None else _build_mlp(submodules.text_mlp, config, dit, pg_collection)
         )
 
-    def forward(self, hidden_states: Tensor, conditioning: Conditioning) -> Tensor:
-        """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
-        x, tokens, rows = hidden_states, conditioning.tokens, conditioning.rows
+    def forward(self, hidden_states: Tensor, conditioning: Conditioning, *, selective: bool = False) -> Tensor:
+        """Maps [s_local, b, hidden] to [s_local, b, hidden].
+
+        Args:
+            hidden_states: tokens of this rank.
+            conditioning: see `Conditioning`.
+            selective: compute all but the attention of tokens again in the backward pass.
+        """
+        if selective:
+            return attention_kept(self._project, self._finish, self.self_attention, hidden_states, conditioning)
+        normed, gate = self.attention_norm(hidden_states, conditioning)
+        return self._add(hidden_states, self.self_attention(normed, conditioning), gate, conditioning)
+
+    def _project(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, ...]:
         normed, gate = self.attention_norm(x, conditioning)
-        x = add_gated(x, self.self_attention(normed, conditioning), gate, rows)
+        return (*self.self_attention.project(normed, conditioning), normed, gate)
+
+    def _finish(self, x: Tensor, out: Tensor, gate: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._add(x, self.self_attention.output(out, conditioning), gate, conditioning)
+
+    def _add(self, x: Tensor, attended: Tensor, gate: Tensor, conditioning: Conditioning) -> Tensor:
+        """What follows self-attention."""
+        tokens, rows = conditioning.tokens, conditioning.rows
+        x = add_gated(x, attended, gate, rows)
         if self.cross_attention is not None:
             query = x if self.cross_norm is None else self.cross_norm(x).to(x.dtype)
             x = (x + self.cross_attention(query, conditioning.context, conditioning.image_context)).to(x.dtype)
@@ -158,8 +178,21 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
         )
         self.mlp = _build_mlp(submodules.mlp, config, dit, pg_collection)
 
-    def forward(self, hidden_states: Tensor, conditioning: Conditioning) -> Tensor:
-        """Maps [s_local, b, hidden] to [s_local, b, hidden]."""
+    def forward(self, hidden_states: Tensor, conditioning: Conditioning, *, selective: bool = False) -> Tensor:
+        """Maps [s_local, b, hidden] to [s_local, b, hidden]; see `DiTLayer.forward`."""
+        if selective:
+            return attention_kept(self._project, self._finish, self.self_attention, hidden_states, conditioning)
         normed, gate = self.norm(hidden_states, conditioning)
-        update = self.self_attention(normed, conditioning) + _run_mlp(self.mlp, normed)
-        return add_gated(hidden_states, update, gate, conditioning.rows)
+        return self._add(hidden_states, self.self_attention(normed, conditioning), normed, gate, conditioning)
+
+    def _project(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, ...]:
+        normed, gate = self.norm(x, conditioning)
+        return (*self.self_attention.project(normed, conditioning), normed, gate)
+
+    def _finish(self, x: Tensor, out: Tensor, gate: Tensor, conditioning: Conditioning) -> Tensor:
+        # The norm once more costs less than keeping what it gave.
+        normed, _ = self.norm(x, conditioning)
+        return self._add(x, self.self_attention.output(out, conditioning), normed, gate, conditioning)
+
+    def _add(self, x: Tensor, attended: Tensor, normed: Tensor, gate: Tensor, conditioning: Conditioning) -> Tensor:
+        return add_gated(x, attended + _run_mlp(self.mlp, normed), gate, conditioning.rows)

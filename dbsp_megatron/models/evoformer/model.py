@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dbsp_megatron.dsp import DspMesh, DspSession, Stage
 from dbsp_megatron.models.dit.init_weights import init_weights
+from dbsp_megatron.models.dit.recompute import recomputed
 from dbsp_megatron.models.evoformer.attention import Transition
 from dbsp_megatron.models.evoformer.config import EvoformerConfig
 from dbsp_megatron.models.evoformer.sublayers import (
@@ -215,7 +215,5 @@ class Evoformer(nn.Module):
                 if self.config.recompute == "none" or not (self.training and torch.is_grad_enabled()):
                     msa, pair = block(*given)
                     continue
-                # Without early stop, every rank runs every collective of the block again.
-                with set_checkpoint_early_stop(False):
-                    msa, pair = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+                msa, pair = recomputed(block, *given)
         return msa, pair

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,8 @@ from dbsp_megatron.config.cli import (
     parse_train,
     without_section,
 )
+from dbsp_megatron.masks import METHODS, MaskConfig
+from dbsp_megatron.masks.config import settings_of
 from dbsp_megatron.observability.run_folder import RunFolder
 
 
@@ -62,6 +67,14 @@ def test_parse_train_reads_the_saved_configuration_of_a_run(tmp_path: Path) -> N
         (["--parallel.sequence_parallel", "true"], "parallel.tensor_parallel_size > 1"),
         (["--parallel.cpu_offload", "true"], "parallel.data_parallel=fsdp"),
         (["--sp-mask", "duo", "--tensor-parallel-size", "2"], "parallel.tensor_parallel_size=1"),
+        (
+            ["--sp-mask", "sliding_tile", "--mask.window=[[3,3,1],[1,3,1]]", "--tensor-parallel-size", "2"],
+            "tells heads of the whole model apart (mask.window)",
+        ),
+        (["--sp-mask", "sparge", "--mask.top_p=[0.5,0.6]", "--tensor-parallel-size", "2"], "apart (mask.top_p)"),
+        (["--sp-mask", "sliding_tile", "--mask.window=[[3,3,1],[1,2,1]]"], "mask.window must be odd"),
+        (["--sp-mask", "sliding_tile", "--mask.window=[3,3]"], "mask.window"),
+        (["--sp-mask", "topk", "--mask.top_p", "0.4"], "mask.top_p=0.4 does not belong to mask.method=topk"),
         (["--steps", "3", "--optim.warmup_steps", "4"], "optim.warmup_steps"),
         (["--data"], "--data needs at least one path"),
         (["--world-size", "0"], "--world-size"),
@@ -72,8 +85,68 @@ def test_parse_train_reads_the_saved_configuration_of_a_run(tmp_path: Path) -> N
     ],
 )
 def test_parse_train_names_the_mistake(words: list[str], named: str) -> None:
-    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(named)):
         parse_train(words)
+
+
+@pytest.mark.parametrize(
+    ("word", "window"),
+    [
+        ("[3,3,1]", (3, 3, 1)),
+        ("[[3,3,1]]", ((3, 3, 1),)),
+        ("[[3,3,1],[1,3,1],[3,3,3]]", ((3, 3, 1), (1, 3, 1), (3, 3, 3))),
+    ],
+)
+def test_windows_of_heads_come_from_flags_files_and_saved_runs(tmp_path: Path, word: str, window: tuple) -> None:
+    config = parse_train(["--mask", "sliding_tile", f"--mask.window={word}"]).config
+    assert config.mask.window == window
+    file = tmp_path / "a.yaml"
+    file.write_text(f"mask:\n  method: sliding_tile\n  window: {word}\n")
+    assert parse_train(["--config", str(file)]).config.mask.window == window
+    saved = {f"mask.{key}": value for key, value in json.loads(json.dumps(asdict(config.mask))).items()}
+    assert parse_infer(["--checkpoint", "runs/a"], saved).config.mask == config.mask
+
+
+@pytest.mark.parametrize("config", [["--config", "FILE"], ["--config=FILE"]])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_flags_win_over_a_file_wherever_it_stands(tmp_path: Path, config: list[str], place: int) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("train:\n  steps: 7\nsp:\n  block_size: 32\noptim:\n  warmup_steps: 1\n")
+    words = ["--steps=9", "--sp.block_size=16"]
+    words[place:place] = [word.replace("FILE", str(file)) for word in config]
+    got = parse_train(words).config
+    assert (got.train.steps, got.sp.block_size, got.optim.warmup_steps) == (9, 16, 1)
+
+
+def test_shares_of_heads_come_from_flags() -> None:
+    assert parse_train(["--mask", "sparge", "--mask.top_p=[0.5,0.6]"]).config.mask.top_p == (0.5, 0.6)
+    assert parse_train(["--mask", "sparge", "--mask.top_p=0.5"]).config.mask.top_p == 0.5
+
+
+@pytest.mark.parametrize("flag", ["--mask", "--sp-mask", "--mask.method"])
+@pytest.mark.parametrize("method", [name for name in METHODS if "path" not in settings_of(name)])
+def test_a_method_named_by_a_flag_has_its_own_settings(tmp_path: Path, method: str, flag: str) -> None:
+    """`--mask NAME` beside the demo's file is enough; schedule and order of tokens stay those of the file."""
+    file = tmp_path / "a.yaml"
+    file.write_text("mask:\n  method: topp\n  top_p: 0.6\n  min_blocks: 2\n  cube: [2, 2, 2]\n  dense_steps: 3\n")
+    given = {"top_p": 0.6, "min_blocks": 2} if method == "topp" else {}
+    want = MaskConfig(method=method, cube=(2, 2, 2), dense_steps=3, **given)
+    for words in ([flag, method, "--config", str(file)], ["--config", str(file), f"{flag}={method}"]):
+        assert parse_train(words).config.mask == want
+    assert parse_pipeline(["--pipeline", "a", "--prompt", "x", flag, method]).config.mask == MaskConfig(method=method)
+
+
+def test_flags_beside_a_method_are_kept_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("mask:\n  method: topp\n  top_p: 0.6\n")
+    words = ["--config", str(file), "--mask", "topk", "--mask.density=0.3"]
+    assert parse_train(words).config.mask == MaskConfig(method="topk", density=0.3)
+    assert parse_train([*words, "--mask.top_p", "null"]).config.mask == MaskConfig(method="topk", density=0.3)
+    with pytest.raises(ValueError, match=r"mask\.top_p=0.5 does not belong to mask\.method=topk"):
+        parse_train([*words, "--mask.top_p", "0.5"])
+    file.write_text("mask:\n  method: topk\n  top_p: 0.6\n")
+    with pytest.raises(ValueError, match=r"mask\.top_p=0.6 does not belong to mask\.method=topk"):
+        parse_train(["--config", str(file)])
 
 
 def test_parse_train_names_unknown_keys_of_a_file(tmp_path: Path) -> None:

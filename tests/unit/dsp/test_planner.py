@@ -249,3 +249,52 @@ def test_wrong_declarations_are_refused() -> None:
         Stage(name="x", rate=2)
     with pytest.raises(ValueError, match="no layout of"):
         cheapest_moves(Layout.sharded((4, 4), 1, LINK.axis), lambda layout: False, [LINK], [0, 1])
+
+
+def _with_units(heads: int, **options: object) -> list[Stage]:
+    """Two (spatial, temporal) pairs; both attend over one dim, in units if they may."""
+    return _stages(["S", "T"] * 2, units=heads, **options)
+
+
+def _forms(plan: StagePlan) -> list[bool]:
+    return [step.in_units for step in plan.steps]
+
+
+def test_units_are_taken_where_switches_leave_ranks_idle() -> None:
+    """Fifteen frames on 64 ranks: places stay cut, spatial attention goes to units, and nothing is switched."""
+    link = Link(axis=Axis("dsp", 64))
+    plan = plan_stages(_with_units(16), {"T": 15, "S": 1590}, [link])
+    assert _forms(plan) == [True, False] * 2
+    assert plan.num_switches == 0
+    assert plan.start.dim_of(link.axis) == 1
+    without = plan_stages(_stages(["S", "T"] * 2), {"T": 15, "S": 1590}, [link])
+    assert without.num_switches == 3
+    assert plan.digest != without.digest
+    # Where frames divide, or nearly so, a switch sends half of it.
+    for frames in (64, 60, 1280):
+        assert _forms(plan_stages(_with_units(16), {"T": frames, "S": 1590}, [link])) == [False] * 4
+    # With more frames than places it is temporal attention.
+    assert _forms(plan_stages(_with_units(16), {"T": 1590, "S": 15}, [link])) == [False, True] * 2
+
+
+def test_units_are_weighed_by_time_where_it_is_known() -> None:
+    grid, link = {"T": 48, "S": 1590}, Link(axis=Axis("dsp", 64))
+    assert _forms(plan_stages(_with_units(16, time_ns=1.0), grid, [link])) == [False] * 4
+    assert _forms(plan_stages(_with_units(16, time_ns=1e9), grid, [link])) == [True, False] * 2
+    cheap = _with_units(16, unit_bytes=1, stream_bytes=4000)
+    plan = plan_stages(cheap, {"T": 64, "S": 1590}, [link])
+    assert (plan.num_switches, sum(_forms(plan))) == (0, 2)
+
+
+def test_units_need_one_axis_on_their_dim() -> None:
+    links = [Link(axis=Axis("out", 2)), Link(axis=Axis("in", 8))]
+    plan = plan_stages(_with_units(4), {"T": 3, "S": 64}, links)
+    for step in plan.steps:
+        assert sum(bool(axes) for axes in step.compute.shards) <= 2
+        if step.in_units:
+            (needed,) = step.stage.needs
+            assert len(step.compute.shards[("T", "S").index(needed)]) == 1
+    with pytest.raises(ValueError, match="units must be >= 0 and are of attention over one dim"):
+        _stages(["ST"], units=2)
+    with pytest.raises(ValueError, match="units must be >= 0"):
+        _stages(["S"], units=-1)

@@ -9,6 +9,7 @@ import torch
 
 from dbsp_megatron.infer.outputs import (
     SETTINGS,
+    forget,
     is_done,
     media_file,
     with_suffix,
@@ -62,6 +63,9 @@ def test_is_done_needs_both_files_and_equal_settings(tmp_path: Path) -> None:
     assert not is_done(stem, media, {"steps": 3}, ["compared"]), "without what is asked for it is not whole"
     with pytest.raises(ValueError, match=r"a.png exists and was made with other settings: steps was 3, is 4; name"):
         is_done(stem, media, {"steps": 4, "seed": 9})
+    forget(stem)
+    assert not is_done(stem, media, {"steps": 3})
+    forget(stem)
     with_suffix(stem, ".json").write_text("{")
     assert not is_done(stem, media, {"steps": 3})
     write_settings(stem, {SETTINGS: {"steps": 3}})

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.pipelines, pytest.mark.timeout(200)]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from PIL import Image
+
     root = tmp_path_factory.mktemp("pipelines")
+    Image.new("RGB", (50, 90)).save(root / "start.png")
     return {
         name: save_pipeline(name, root / name.replace(" ", "_")) for name in ("wan", "wan i2v", "cogvideox", "flux")
     }
@@ -85,9 +88,14 @@ def _transformer(folder: Path) -> Any:
         ("wan", "--num-frames 80", "generate.num_frames must be 1 more than a multiple of 4 .* got 80; use 77 or 81"),
         ("flux", "--num-frames 9", "generate.num_frames=9 is nothing that FluxPipeline takes; remove it"),
         ("wan", "--true-cfg-scale 3", "generate.true_cfg_scale=3.0 is nothing that WanPipeline takes"),
-        ("wan", "--image __file__", "generate.image='.*' is nothing that WanPipeline takes"),
+        ("wan", "--image __picture__", "generate.image='.*' is nothing that WanPipeline takes"),
+        ("wan i2v", "--image __file__", "generate.prompt: image must be a picture file, .*py cannot be read"),
         ("wan i2v", "", "WanImageToVideoPipeline starts from a picture: give generate.image"),
-        ("wan i2v", "--guidance-scale-2 3 --image __file__", "generate.guidance_scale_2=3.0 is for the second of two"),
+        (
+            "wan i2v",
+            "--guidance-scale-2 3 --image __picture__",
+            "generate.guidance_scale_2=3.0 is for the second of two",
+        ),
         ("wan", "--negative-prompt x --guidance-scale 1", "negative_prompt has no effect on WanPipeline with"),
         ("flux", "--negative-prompt x", "negative_prompt has no effect on FluxPipeline with generate.true_cfg_scale=1"),
         ("flux", "--true-cfg-scale 2", "generate.true_cfg_scale=2.0 has no effect on FluxPipeline without a negative"),
@@ -101,6 +109,21 @@ def _transformer(folder: Path) -> Any:
         ("wan", "--sp.ulysses_degree 3 --sp.ring_degree 1", "must divide the number of processes 4"),
         ("wan", "--checkpoint runs/a", "pipeline and checkpoint exclude one another"),
         ("wan", "--frames 9", "frames"),
+        (
+            "wan",
+            "--cfg-parallel --guidance-scale 1",
+            "generate.cfg_parallel=true divides .* generate.guidance_scale above 1",
+        ),
+        (
+            "flux",
+            "--cfg-parallel",
+            "true_cfg_scale above 1 and a negative prompt for every prompt; give that, or leave",
+        ),
+        ("wan", "--cfg-parallel --world-size 3", "takes an even number of processes, .* got 3; start one more or less"),
+        (
+            *("wan", "--cfg-parallel --sp.ulysses_degree 2 --sp.ring_degree 2"),
+            "gives a branch half of 4 processes: .*must divide the number of processes 2",
+        ),
         ("wan", "--prompts a.txt", "exactly one of generate.prompt and generate.prompts must be given, got both"),
     ],
 )
@@ -108,7 +131,8 @@ def test_command_refuses(
     name: str, more: str, says: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, exit code 2, before any weight is loaded or rank spoken to."""
-    words = _words(folders[name], *more.replace("__file__", __file__).split(), "--dry-run", "--world-size", "4")
+    more = more.replace("__file__", __file__).replace("__picture__", str(folders["wan"].parent / "start.png"))
+    words = _words(folders[name], "--dry-run", "--world-size", "4", *more.split())
     with pytest.raises(SystemExit) as end:
         main(words)
     captured = capsys.readouterr()
@@ -215,6 +239,18 @@ def test_nothing_is_downloaded_or_unpickled(wan: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.mp4"))) == 1
+
+
+def test_an_output_folder_that_cannot_be_written_to_is_refused_before_the_work(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("a file")
+    shutil.rmtree(wan / "text_encoder")
+    (wan / "text_encoder").mkdir()
+    with pytest.raises(SystemExit) as end:
+        main(_words(wan, "--output", str(tmp_path / "out"), "--device", "cpu"))
+    assert end.value.code == 2
+    assert "out must be a folder that can be written to" in capsys.readouterr().err
 
 
 def test_sigterm_ends_the_command_with_code_0(wan: Path, tmp_path: Path) -> None:

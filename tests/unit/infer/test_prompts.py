@@ -17,8 +17,10 @@ def _read(folder: Path, text: str, **settings: object) -> list[PromptJob]:
 
 
 def test_read_jobs_mixes_texts_and_json_lines(tmp_path: Path) -> None:
+    from PIL import Image
+
     picture = tmp_path / "a.png"
-    picture.write_bytes(b"")
+    Image.new("RGB", (2, 2)).save(picture)
     full = {"prompt": "Ein Hund läuft", "negative_prompt": "x", "seed": 5, "image": str(picture), "name": "hund"}
     jobs = _read(tmp_path, f"\ufeffa cat\n\n  # snow, {{red}} \n{json.dumps(full)}\n", seed=3, negative_prompt="blurry")
     assert [(job.prompt, job.negative_prompt, job.seed, job.image) for job in jobs] == [
@@ -28,6 +30,16 @@ def test_read_jobs_mixes_texts_and_json_lines(tmp_path: Path) -> None:
     ]
     assert jobs[0].name.startswith("a-cat-")
     assert jobs[2].name == "hund"
+
+
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    """Other characters that Python calls ends of lines are part of a text, also within JSON."""
+    odd = "a cat \u2028 a\x85dog\x0b\x0c\x1c snow"
+    (tmp_path / "prompts.txt").write_bytes(
+        f"{odd}\r\n{json.dumps({'prompt': odd, 'seed': 1}, ensure_ascii=False)}".encode()
+    )
+    jobs = read_jobs(GenerateConfig(prompts=str(tmp_path / "prompts.txt")))
+    assert [job.prompt for job in jobs] == [odd, odd]
 
 
 def test_names_depend_on_the_prompt_alone(tmp_path: Path) -> None:
@@ -56,6 +68,13 @@ def test_names_depend_on_the_prompt_alone(tmp_path: Path) -> None:
         ('{"prompt": "b", "image": "no.png"}', "image must be a picture file, there is none at no.png"),
         ('{"prompt": "b", "name": "../b"}', "name must be a file name"),
         ('{"prompt": "b", "name": ".b"}', "name must be a file name"),
+        (
+            '{"prompt": "b", "name": "x.Dense"}',
+            "name must be a file name .* or one of .compare, .dense, .reuse at its end",
+        ),
+        ('{"prompt": "  "}', "prompt must be a text, got none"),
+        ('{"prompt": ' + "[" * 100_000, "line 1: a line that starts with a brace must be a JSON object"),
+        ('{"prompt": "a \\ud800 cat"}', "line 1: prompt must be text, it holds half a character"),
         ("a cat\na dog\na cat", "line 3: the name 'a-cat-[0-9a-f]+' is that of prompts.txt, line 1"),
         ('{"prompt": "b", "name": "A"}\n{"prompt": "c", "name": "a"}', "line 2: the name 'a' is that of"),
     ],

@@ -42,6 +42,8 @@ def _scores(shape: tuple[int, int, int, int], kind: str) -> Tensor:
 
 
 KINDS = ("spread", "sharp", "tied", "masked", "far")
+TINY = (5e-324, 1e-46, 1e-39, 1e-12)
+"""Shares that are 0, subnormal or without effect in fp32."""
 
 
 def _slow_row(row: list[float], share: float | None, least: int) -> list[bool]:
@@ -90,6 +92,13 @@ def test_select_largest_of_equal_scores_goes_by_index() -> None:
     assert select_largest(scores, 3).tolist() == [[[[True, True, False, False, True, False]]]]
 
 
+@pytest.mark.parametrize("share", TINY)
+def test_select_mass_keeps_the_heaviest_block_for_any_share(share: float) -> None:
+    scores = _scores((1, 2, 3, 33), "spread")
+    for shares in (share, torch.full((2,), share)):
+        assert torch.equal(select_mass(scores, shares), select_largest(scores, 1))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -125,6 +134,9 @@ def _run_interpreter(rank: int, world_size: int, shapes: list[tuple[int, int, in
     scores = _scores((1, 3, 2, 17), "spread")
     if not torch.equal(triton_select(scores, shares, 2), naive_select_mass(scores, shares, 2)):
         faults.append("shares by head")
+    for share in TINY:
+        if not torch.equal(triton_select(scores, share, 1), naive_select_largest(scores, 1)):
+            faults.append(f"a share of {share}")
     return faults
 
 

@@ -81,6 +81,13 @@ def test_for_tma_copies_an_expanded_gradient() -> None:
     assert hopper_launch.for_tma(x).stride() == (9 * 2 * 64, 2 * 64, 64, 1)
 
 
+def test_for_tma_copies_what_lies_at_an_unfit_address() -> None:
+    x = torch.randn(9 * 2 * 64 + 4).bfloat16()[4:].view(1, 9, 2, 64)
+    assert x.data_ptr() % 16 == 8
+    assert hopper_launch.for_tma(x).data_ptr() % 16 == 0
+    assert torch.equal(hopper_launch.for_tma(x), x)
+
+
 def test_check_lists_names_the_shapes() -> None:
     lists = build_lists(torch.ones((1, 3, 2, 5), dtype=torch.bool), transpose=False)
     assert check_lists(lists, 2, 3, 65, 320, 64, 64) == (2, 5)

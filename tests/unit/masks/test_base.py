@@ -14,7 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsp_megatron import BlockMask, MaskConfig, build_mask_method
-from dbsp_megatron.masks import METHODS, MaskMethod, RadialMask, TokenGrid, TopPMask, write_masks
+from dbsp_megatron.masks import (
+    METHODS,
+    MaskMethod,
+    RadialMask,
+    SpargeMask,
+    SparseVideoGenMask,
+    TokenGrid,
+    TopKMask,
+    TopPMask,
+    pooled,
+    probe,
+    write_masks,
+)
 from tests.reference import random_blocks, random_qkv
 
 GRID = TokenGrid(5, 3, 7, (2, 2, 2))
@@ -117,6 +129,27 @@ def test_mask_refuses_other_lengths_of_keys() -> None:
 
 def test_describe_of_a_dataclass_has_all_settings() -> None:
     assert RadialMask(0.5).describe() == "radial(width=0.5, sink_frames=1)"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        TopPMask(0.6),
+        TopKMask(0.3),
+        SpargeMask((0.2, 0.9, 0.5, 0.3, 1.0, 0.7), 0.12),
+        SparseVideoGenMask(0.2, 16),
+    ],
+    ids=lambda method: method.name,
+)
+@pytest.mark.parametrize("kv_heads", [3, 6])
+def test_masks_do_not_depend_on_how_many_heads_are_made_at_a_time(method: MaskMethod, kv_heads: int) -> None:
+    """Large sequences go head by head."""
+    q, k, v, _ = random_qkv(4, 2, SEQLEN, 6, 8, num_kv_heads=kv_heads)
+    q = q * torch.linspace(0.5, 5, 6)[:, None]
+    whole = method.mask(q, k, 2, 3, GRID, BLOCK, v=v).blocks
+    assert len({int(blocks.sum()) for blocks in whole[0]}) > 1 or method.name == "topk"
+    with patch.object(pooled, "_SCORES_AT_ONCE", 1), patch.object(probe, "_WORKING_ELEMENTS", 1):
+        assert torch.equal(method.mask(q, k, 2, 3, GRID, BLOCK, v=v).blocks, whole)
 
 
 class _Plain(MaskMethod):

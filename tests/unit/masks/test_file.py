@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dbsp_megatron.masks import FileMask, MaskFile, TokenGrid, write_masks
-from dbsp_megatron.masks.mask_file import pack_bits, unpack_bits
+from dbsp_megatron.masks.mask_file import FORMAT, VERSION, pack_bits, unpack_bits
 from tests.unit.masks.summaries import check_rows_apart
 
 
@@ -113,6 +114,57 @@ def test_write_masks_refuses_and_leaves_nothing(tmp_path: Path, changes: dict, w
     with pytest.raises(ValueError, match=words):
         write_masks(tmp_path / "masks.safetensors", options.pop("masks"), **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def _save(path: Path, tensors: dict[str, Tensor], **changes: object) -> None:
+    facts = {"version": VERSION, "heads": 2, "seqlen": 24, "block_size": 8, "grid": None, "cube": None} | changes
+    save_file(tensors, path, metadata={FORMAT: json.dumps(facts)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 0}, "heads must be an integer >= 1, got 0"),
+        ({"heads": "2"}, "heads must be an integer >= 1, got '2'"),
+        ({"seqlen": -24}, "seqlen must be an integer >= 1, got -24"),
+        ({"block_size": 0}, "block_size must be an integer >= 1, got 0"),
+        ({"block_size": 8.5}, "block_size must be an integer >= 1, got 8.5"),
+        ({"grid": [1, 2]}, "not enough values"),
+        ({"grid": [1, 2, 0]}, "grid must be three integers"),
+        ({"grid": [1, 2, 3], "cube": 2}, "cube must be three integers"),
+        ({"version": 9}, "no masks of version 1"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused_with_the_file(tmp_path: Path, changes: dict, words: str) -> None:
+    path = tmp_path / "a.safetensors"
+    _save(path, {"mask.0": torch.zeros(2, 3, 1, dtype=torch.uint8)}, **changes)
+    with pytest.raises(ValueError, match=f"path={path} must be a file of block masks") as error:
+        FileMask(str(path))
+    assert words in str(error.value)
+
+
+def test_contents_that_cannot_be_are_refused_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    rows, order = torch.zeros(2, 3, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)
+    for tensors in (
+        {},
+        {"order.0": order},
+        {"mask.0": rows, "mask.1": rows.clone(), "order.0": order},
+        {"mask.x": rows},
+    ):
+        _save(path, tensors)
+        with pytest.raises(ValueError, match=f"path={path} must be a file of block masks"):
+            MaskFile(path)
+    save_file({"mask.0": rows}, path, metadata={FORMAT: "[1]"})
+    with pytest.raises(ValueError, match=f"path={path} must be a file of block masks"):
+        MaskFile(path)
+    _save(path, {"mask.0": rows, "order.0": order + 6})
+    with pytest.raises(ValueError, match=r"order.0 must be in 0 .. 5, got \[6, 6\]"):
+        MaskFile(path).orders(0)
+    file = MaskFile(path)
+    path.unlink()
+    with pytest.raises(ValueError, match="mask.0 cannot be read any more"):
+        file.packed(0)
 
 
 def test_describe_is_of_the_content(tmp_path: Path) -> None:

@@ -64,6 +64,23 @@ def test_errors_equal_dense_attention(kv_heads: int, at_once: int, num_parts: in
         torch.testing.assert_close(got[..., index], (out - full).square().mean((1, 3)), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_keep_the_weights_beyond_their_own_precision(dtype: torch.dtype) -> None:
+    """Broad attention, whose single weights fp16 could not hold, and differences below what one bf16 weight holds."""
+    q, k, v = (x.to(dtype) for x in random_qkv(5, 2, 9000, 2, 16, dtype=torch.float64)[:3])
+    rows = torch.tensor([0, 4000, 8999])
+    allowed = torch.rand((2, 3, 9000), generator=torch.Generator().manual_seed(2)) < 0.8
+    wide = [x.double() for x in (q[:, rows], k, v)]
+    part = partial_attention(q[:, rows].float(), k, v, allowed, 0.1)
+    want = partial_attention(*wide, allowed, 0.1)
+    assert part.dtype == torch.float32
+    torch.testing.assert_close(part.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+    needs = Needs(probe_rows=3, probe_candidates=2)
+    torch.testing.assert_close(
+        merge_probes(part[None], (2, 2), needs, 16), merge_probes(want[None], (2, 2), needs, 16), rtol=1e-4, atol=0
+    )
+
+
 def test_needs_refuses_what_is_not_known() -> None:
     for options, words in (
         ({"q": ("median",)}, r"needs.q must name fields of \('means', 'similarity'\), got \['median'\]"),

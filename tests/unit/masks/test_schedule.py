@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from dbsp_megatron import MaskConfig, build_mask_method
-from dbsp_megatron.masks import DenseMask, Needs, ScheduledMask, SpargeMask, SparseVideoGenMask, TopKMask, TopPMask
+from dbsp_megatron.masks import (
+    DenseMask,
+    FileMask,
+    Needs,
+    ScheduledMask,
+    SpargeMask,
+    SparseVideoGenMask,
+    TopKMask,
+    TopPMask,
+    write_masks,
+)
 from tests.unit.masks.summaries import of_means
 
 
@@ -28,6 +39,19 @@ def test_schedule_is_dense_for_first_layers_and_steps_only(layer: int, step: int
     else:
         assert not bool(keep.all())
         assert torch.equal(keep, sparse.predict(q, k, layer, step, None))
+
+
+def test_empty_rows_are_as_the_method_says(tmp_path: Path) -> None:
+    write_masks(tmp_path / "a", {0: torch.zeros(2, 3, 3).bool()}, seqlen=24, block_size=8)
+    assert ScheduledMask(FileMask(str(tmp_path / "a")), dense_steps=1).may_leave_rows_empty
+    assert not ScheduledMask(TopKMask(), dense_steps=1).may_leave_rows_empty
+
+
+def test_models_are_checked_by_the_method() -> None:
+    method = ScheduledMask(SpargeMask((0.5, 0.6)), dense_steps=1)
+    method.check_model(2, 5)
+    with pytest.raises(ValueError, match="top_p has 2 shares, attention 3 heads"):
+        method.check_model(3, 5)
 
 
 def test_describe_tells_schedules_apart() -> None:
@@ -89,6 +113,8 @@ def test_ramp_gives_all_layers_of_a_step_one_method_object() -> None:
         ({"ramp_steps": 3}, "ramp=None"),
         ({"method": "radial", "ramp": "linear", "ramp_steps": 3}, "radial has none"),
         ({"method": "dense", "ramp": "linear", "ramp_steps": 3}, "dense has none"),
+        ({"method": "paro", "path": "a", "ramp": "linear", "ramp_steps": 3}, "paro has none"),
+        ({"ramp": "linear", "ramp_steps": 10**30}, "ramp_steps must be at most"),
         ({"ramp_steps": -1}, "ramp_steps must be an integer >= 0, got -1"),
     ],
 )

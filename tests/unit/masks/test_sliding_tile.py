@@ -87,6 +87,10 @@ def test_windows_go_to_heads_in_turn() -> None:
         ({"window": (2, 3, 3)}, "window must be odd numbers of tiles, got (2, 3, 3)"),
         ({"window": (3, 3, -1)}, "window must be three integers"),
         ({"window": ()}, "window must name at least one"),
+        ({"window": (3, (3, 3, 3))}, "window must be three integers"),
+        ({"window": 3}, "window must be three integers >= 1 (frames, rows, columns), got 3"),
+        ({"window": (3.0, 3.0, 3.0)}, "window must be three integers"),
+        ({"tile": 4}, "tile must be three integers >= 1 (frames, rows, columns), got 4"),
         ({"window": ((3, 3, 3), (3, 4, 3))}, "window must be odd"),
     ],
 )
@@ -94,6 +98,14 @@ def test_settings_are_checked(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match="tile|window") as error:
         SlidingTileMask(**options)
     assert words in str(error.value)
+
+
+def test_lists_are_taken_as_tuples() -> None:
+    for given in ([3, 1, 3], [[3, 1, 3], [1, 1, 1]]):
+        made = SlidingTileMask([2, 2, 2], given)  # type: ignore[arg-type]
+        several = isinstance(given[0], list)
+        assert made == SlidingTileMask((2, 2, 2), tuple(map(tuple, given)) if several else tuple(given))  # type: ignore[arg-type]
+        assert hash(made) == hash(made)
 
 
 def test_describe_tells_settings_apart() -> None:

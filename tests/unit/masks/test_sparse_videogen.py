@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron.masks import SparseVideoGenMask, TokenGrid
+from dbsp_megatron.masks.base import probe_tokens
 from dbsp_megatron.masks.probe import probe_places
 from tests.reference import attention_reference, random_qkv
 from tests.unit.masks.summaries import of_tokens, select
@@ -82,6 +83,17 @@ def test_predict_equals_slow_twin(
     assert bool(kinds.any())
     assert not bool(kinds.all())
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("num_text", [0, 7])
+def test_probed_tokens_are_compared_under_the_bands(num_text: int) -> None:
+    """Text attends, and is attended by, everything: text rows must not tell bands apart."""
+    grid = TokenGrid(5, 3, 7, (2, 2, 2))
+    places = probe_places(24, num_text + 105, 1, 2, torch.device("cpu"))
+    tokens = probe_tokens(places, torch.arange(num_text + 105), num_text + 105, grid)
+    got = SparseVideoGenMask(0.2, 24).candidates(*tokens, 1, 2)
+    assert torch.equal(got, _slow_bands(grid, num_text, 0.2, 1)[:, places])
+    assert num_text == 0 or int(places[0]) < num_text
 
 
 def test_rows_of_some_blocks_are_those_of_all() -> None:

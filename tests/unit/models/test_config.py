@@ -112,7 +112,7 @@ def test_load_model_config_explains_yaml_exponents(tmp_path: Path) -> None:
         ({"modulation": "table", "time_embed_dim": 16}, "time_embed_dim must equal hidden_size 32"),
         ({"time_freq_dim": 9}, "time_freq_dim must be even"),
         ({"rope_theta": 0.0}, "rope_theta must be a number > 0"),
-        ({"recompute": "selective"}, "recompute must be one of none, full"),
+        ({"recompute": "some"}, "recompute must be one of none, selective, full"),
     ],
 )
 def test_dit_config_names_key_and_rule(changes: dict[str, Any], message: str) -> None:

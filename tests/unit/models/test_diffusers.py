@@ -147,7 +147,7 @@ def test_parallelize_refuses_what_it_cannot_honour(sp: SequenceParallel) -> None
 @needs_diffusers
 def test_calls_refuse_what_was_done_since(sp: SequenceParallel) -> None:
     """A processor, cache or compilation that came later would silently attend to one rank's tokens (Traps B35, B37)."""
-    from diffusers import FirstBlockCacheConfig
+    from diffusers import FirstBlockCacheConfig, MagCacheConfig
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
     model = make_model("wan")
@@ -163,6 +163,9 @@ def test_calls_refuse_what_was_done_since(sp: SequenceParallel) -> None:
     with parallelize(model, sp):
         model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
         assert "fbc_leader_block_hook" in refusal()
+        model.disable_cache()
+        model.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=2))
+        assert "Calibrate without parallelize" in refusal()
         model.disable_cache()
         model.compile(backend="eager")
         assert "compiled as a whole" in refusal()
@@ -332,10 +335,11 @@ def test_layout_may_change_between_steps_but_not_under_a_feature_cache(
 
 
 @needs_diffusers
-def test_flux_ids_that_are_no_grid_have_none(sp: SequenceParallel) -> None:
+@pytest.mark.parametrize("shift", [0, -20, 10**6])
+def test_flux_ids_that_are_no_grid_have_none(shift: int, sp: SequenceParallel) -> None:
     model = make_model("flux")
     inputs = make_inputs("flux", model)
-    inputs["img_ids"] = inputs["img_ids"].flip(0)
+    inputs["img_ids"] = inputs["img_ids"].flip(0) + shift
     with torch.no_grad():
         want = model(**inputs).sample
         with parallelize(model, sp):

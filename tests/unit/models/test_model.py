@@ -145,16 +145,45 @@ def test_video_dit_follows_positions_in_any_order(text: str) -> None:
 @pytest.mark.parametrize("text", MODES)
 def test_recompute_changes_no_output_and_no_gradient(text: str) -> None:
     config = tiny_config(text)
-    results, calls = [], []
-    for recompute in ("none", "full"):
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    calls = {}
+    for recompute in ("none", "selective", "full"):
         model = make_model(dataclasses.replace(config, recompute=recompute))
-        model.block.layers[0].self_attention.register_forward_hook(lambda *_: calls.append(1))
+        attention = model.block.layers[0].self_attention
+        found: list[str] = []
+        for name, part in (("core", attention.core_attention), ("projection", attention.qkv)):
+            part.register_forward_hook(lambda *_, name=name, found=found: found.append(name))
         out = model(**make_inputs(config))
         (out * loss_weight(config)).sum().backward()
-        results.append({**gradients(model), "out": out.detach()})
-    assert len(calls) == 3
-    for name, value in results[0].items():
-        assert torch.equal(value, results[1][name]), name
+        results[recompute] = {**gradients(model), "out": out.detach()}
+        calls[recompute] = [found.count(name) for name in ("core", "projection")]
+    assert calls == {"none": [1, 1], "selective": [1, 2], "full": [2, 2]}
+    for name, value in results["none"].items():
+        assert torch.equal(value, results["full"][name]), name
+        # In parts, gradients of a residual are summed in another order.
+        torch.testing.assert_close(results["selective"][name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("text", MODES)
+def test_recompute_keeps_less(text: str) -> None:
+    """Bytes of different tensors that autograd keeps; with `selective` q, k, v and out beside the input of a layer."""
+    kept = {}
+    for recompute in ("none", "selective", "full"):
+        config = tiny_config(text, recompute=recompute)
+        model, inputs = make_model(config), make_inputs(config)
+        weights = {x.untyped_storage().data_ptr() for x in model.parameters()}
+        found: dict[int, int] = {}
+
+        def keep(x: torch.Tensor, found: dict[int, int] = found, weights: set[int] = weights) -> torch.Tensor:
+            if x.untyped_storage().data_ptr() not in weights:
+                found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = model(**inputs)
+        kept[recompute] = sum(found.values())
+        del out
+    assert kept["full"] < kept["selective"] < 0.8 * kept["none"], kept
 
 
 @pytest.mark.parametrize("text", MODES)
@@ -236,7 +265,7 @@ def test_video_dit_names_what_does_not_fit(text: str, change: dict[str, Any], me
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("text", MODES)
 def test_video_dit_on_cuda_equals_cpu(text: str, recompute: str) -> None:
     config = tiny_config(text, recompute=recompute)

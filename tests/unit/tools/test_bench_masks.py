@@ -36,6 +36,9 @@ def test_main_measures_every_method(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--method", "nope"], "--method must be of dense"),
         (["--kv-heads", "3"], "--kv-heads must divide --heads, got 3 and 4"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--block-size", "8", "0"], "--block-size must be at least 1, got 0"),
+        (["--grid", "0", "2", "2"], "--grid must be three integers >= 1"),
+        (["--cube", "2", "-1", "2"], "--cube must be three integers >= 1"),
     ],
 )
 def test_main_refuses(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,6 +221,8 @@ def test_main_calibrates_a_trained_run(tmp_path: Path) -> None:
         (["paro", "--output", "x.yaml"], "--output must end in .safetensors for paro"),
         (["duo", "--output", "x.safetensors"], "--output must end in .yaml or .yml for duo"),
         (["paro", "--output", "x.safetensors", "--density", "0"], "--density must be in (0, 1], got 0"),
+        (["duo", "--output", "x.yaml", "--sink-tokens", "-1"], "sink_tokens must be an integer >= 0, got -1"),
+        (["duo", "--output", "x.yaml", "--window-tokens", "9" * 20], "window_tokens must be at most 2147483647"),
         (["file", "--output", "x.safetensors", "--method", "nope"], "mask methods are dense"),
         (["file", "--output", "x.safetensors", "--method", "file:path=no"], "path=no must be a file of block masks"),
         (["paro", "--output", "x.safetensors", "--grid", "4", "3", "4"], "pass their own --grid"),

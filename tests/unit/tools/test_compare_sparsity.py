@@ -90,6 +90,14 @@ def _tiny(tmp_path: Path, *words: str) -> int:
     return compare_sparsity.main(["--output", str(tmp_path / "out"), "--config", str(config), *sizes, *words])
 
 
+def test_variants_take_windows_of_heads(tmp_path: Path) -> None:
+    """The last variant is checked before the first run, and trains."""
+    words = "few=--mask.method=sliding_tile --mask.tile=[1,2,2] --mask.window=[[1,1,1],[3,1,1]]"
+    assert _tiny(tmp_path, "--seeds", "0", "--variants", "--set", words) == 0
+    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert 0 < runs["0 few"]["density"][-1] < 1
+
+
 def test_main_studies_keeps_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All files; equal starts; a second call runs only what is new; other settings are refused."""
     one = ["--seeds", "0", "--variants", "vsa", "--set", "few=--mask.method=topk --mask.density=0.2"]
@@ -109,8 +117,27 @@ def test_main_studies_keeps_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert "other settings" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "said"), [(["--variants", "vsaa"], "vsaa"), (["--set", "dense=--x"], "dense=--x")])
-def test_main_refuses_unknown_variants(
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--variants", "vsaa"], "vsaa"),
+        (["--set", "dense=--x"], "dense=--x"),
+        (
+            ["--set", "odd=--mask.method=sliding_tile --mask.window=[[3,3,1],[2,3,1]]"],
+            "run seed0_odd: mask.window must",
+        ),
+        (
+            ["--set", "heads=--mask.method=duo --mask.global_heads=[2]"],
+            "run seed0_heads: mask.global_heads names heads",
+        ),
+        (["--finetune-lr", "nan"], "run seed0_dense: "),
+        (["--eval-every", "0"], "--eval-every must be at least 1, got 0"),
+        (["--pretrain-steps", "0"], "--pretrain-steps must be at least 1, got 0"),
+        (["--seeds", "1", "1"], "--seeds must differ, got [1, 1]"),
+        (["--config", "missing.yaml"], "--config must be a YAML file of dbsp-train, got missing.yaml"),
+    ],
+)
+def test_main_refuses_before_anything_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert _tiny(tmp_path, *words) == 2

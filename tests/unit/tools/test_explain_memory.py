@@ -113,7 +113,8 @@ def test_memory_of_attention_is_that_of_real_tensors() -> None:
 
 def test_recompute_keeps_less() -> None:
     words = ["--world-size", "4", "--train.precision", "bf16"]
-    usual, less = _facts(*words), _facts(*words, "--train.recompute", "true")
-    assert less["memory"]["total_bytes"] < usual["memory"]["total_bytes"]
+    usual, some, less = (_facts(*words, "--train.recompute", kind) for kind in ("false", "selective", "true"))
+    assert less["memory"]["total_bytes"] < some["memory"]["total_bytes"] < usual["memory"]["total_bytes"]
+    assert _parts(some)["attention, kept"] > _parts(usual)["attention, kept"]
     # 160 tokens x 2 samples x 96 channels of each of 4 layers, and what the first and last layers keep.
     assert _parts(less)["layer inputs"] > 4 * 160 * 2 * 96 * 4

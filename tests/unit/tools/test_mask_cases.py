@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dbsp_megatron.masks import DuoMask, SlidingTileMask, TopKMask, TopPMask
+from dbsp_megatron.masks import DuoMask, SlidingTileMask, SpargeMask, TopKMask, TopPMask
 from tools.attention_inputs import Geometry, LayerInputs
 from tools.mask_cases import MaskCase, match_density, ordered, parse_case, unique_labels
 
@@ -25,6 +25,17 @@ def test_parse_case_reads_settings_cubes_and_labels() -> None:
     assert parse_case("duo:global_heads=0+3").build() == DuoMask((0, 3))
     assert parse_case("sliding_tile:tile=2x2x2,window=3x1x3").build() == SlidingTileMask((2, 2, 2), (3, 1, 3))
     assert parse_case("topk").build() == TopKMask()
+
+
+def test_parse_case_reads_settings_of_heads() -> None:
+    case = parse_case("sliding_tile:tile=2x2x2,window=3x1x3+1x3x1")
+    assert case.build() == SlidingTileMask((2, 2, 2), ((3, 1, 3), (1, 3, 1)))
+    assert case.settings_text == "tile 2x2x2, window 3x1x3+1x3x1"
+    case = parse_case("sparge:top_p=0.5+0.625+1")
+    assert case.build() == SpargeMask((0.5, 0.625, 1))
+    assert case.settings_text == "top_p 0.5+0.625+1"
+    assert parse_case("duo:global_heads=0+1+3").settings_text == "global_heads 0+1+3"
+    assert parse_case("duo:global_heads=2").build() == DuoMask((2,))
 
 
 def test_parse_case_reads_a_yaml_section(tmp_path: Path) -> None:

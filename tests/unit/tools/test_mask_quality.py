@@ -57,6 +57,7 @@ def test_main_draws_nothing_if_told_so(run: Path, tmp_path: Path) -> None:
         (["--samples", "9"], "--samples must be clip ids in 0 .. 4, got 9"),
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
         (["--meshes", "2by2"], "2by2"),
+        (["--block-size", "0"], "--block-size must be at least 1, got 0"),
     ],
 )
 def test_main_refuses_in_one_line(

@@ -63,3 +63,16 @@ def test_merge_states_does_not_read_rows_that_have_no_keys(garbage: float) -> No
     for merged in (merge_states(out, lse, part, part_lse), merge_states(part, part_lse, out, lse)):
         assert torch.equal(merged[1], part_lse)
         assert torch.equal(merged[0], part.masked_fill(torch.isneginf(part_lse).transpose(1, 2)[..., None], 0.0))
+
+
+def test_merge_states_keeps_rows_that_are_nan() -> None:
+    """Whichever part they come from: a row of NaN does not become a finite one."""
+    part, part_lse = _some()
+    lse = part_lse.clone()
+    lse[1, 2, 3] = float("nan")
+    for merged, merged_lse in (merge_states(part, lse, *_some()), merge_states(*_some(), part, lse)):
+        wrong = torch.zeros_like(lse, dtype=torch.bool)
+        wrong[1, 2, 3] = True
+        assert torch.equal(merged_lse.isnan(), wrong)
+        assert torch.equal(merged.isnan().all(-1), wrong.transpose(1, 2))
+        assert torch.equal(merged.isnan().any(-1), wrong.transpose(1, 2))

@@ -1,0 +1,296 @@
+"""Attention over one dim computed in (frame, head) units, where ranks are more than the entries of the other dims.
+
+The stream, and with it q, k and v of a stage, stay cut as they are. Only q, k and v go to the ranks of their units, in
+one all-to-all, and the output comes back in another: 4 M / N bytes for each rank in place of the 2 M / N of a switch
+there and back, but any number of ranks has work, and masks of unequal density are balanced.
+
+Source: DSP (arXiv:2403.10266), db-SP (arXiv:2511.23113). Differs: units of heads and the entries of the other dims are
+balanced by dense blocks, in place of whole entries or whole heads, and cut at q-blocks where one is too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.attention.api import block_sparse_attention, check_qkv, softmax_scale
+from dbsp_megatron.attention.engines import check_engine
+from dbsp_megatron.block_mask import BlockMask
+from dbsp_megatron.comm.agree import Belief, digest_int
+from dbsp_megatron.dsp.group import DspGroup, as_dsp_group
+from dbsp_megatron.dsp.layout import Coords, Layout, normal_dim
+from dbsp_megatron.dsp.mesh import DspMesh
+from dbsp_megatron.dsp.patterns import Pattern
+from dbsp_megatron.dsp.primitives import AnyGroup, agreed, grad_belief, tag_for
+from dbsp_megatron.dsp.tags import Tag, tag, tag_of
+from dbsp_megatron.dsp.unit_exchange import carry
+from dbsp_megatron.dsp.unit_plan import UnitPlan, UnitShape, mask_key, plans
+
+_WHERE = "dsp.attend_units"
+
+
+@torch.compiler.disable
+def attend_units(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: AnyGroup,
+    dim: int,
+    *,
+    cut_dim: int | None = None,
+    length: int | None = None,
+    mask: BlockMask | None = None,
+    scale: float | None = None,
+    tolerance: float = 0.1,
+    block_size: int = 64,
+    engine: str = "auto",
+) -> Tensor:
+    """Attention over `dim`, all other dims batch, each head of each batch entry computed on one rank; collective.
+
+    Args:
+        q: this rank's part [..., H, D] of one dim or more before the heads, such as [B, T, s, H, D]; may hold nothing.
+        k: [..., Hkv, D], of the same places; query head h reads kv head h // (H / Hkv).
+        v: [..., Hkv, Dv].
+        group: the ranks that cut q, k and v along `cut_dim`.
+        dim: the attended dim.
+        cut_dim: the dim that is cut, heads excepted; `dim` if None.
+        length: whole length of `cut_dim`, needed where q carries no tag because an operation made it.
+        mask: pattern over the whole `dim`, equal on all ranks: batch 1, or one for each entry of the other dims in
+            their order (whole ones); it has H heads. None attends everything.
+        scale: softmax scale, default D ** -0.5.
+        tolerance: units are cut only if ranks else have more than this above the mean, as a fraction.
+        block_size: tokens of the blocks at which units may be cut where there is no mask.
+        engine: as in `block_sparse_attention`.
+
+    Returns:
+        [..., H, Dv], cut as q is, tagged, with memory of its own. Gradients are exact; they are not scaled.
+
+    Raises:
+        ValueError: on every rank: tensors, mask or layout do not fit, or ranks disagree.
+    """
+    where = as_dsp_group(group)
+
+    def prepare() -> tuple[Tag, UnitShape, BlockMask, float]:
+        check_engine(engine)
+        _check_tensors(q, k, v)
+        attended = normal_dim(dim, q.dim() - 2, "dim")
+        cut = attended if cut_dim is None else normal_dim(cut_dim, q.dim() - 2, "cut_dim")
+        before = tag_for(q, where, cut, length, _WHERE)
+        shape = _shape_in_group(q, k, v, before, where, attended, cut)
+        pattern = mask
+        if pattern is None:
+            sizes = {"block_size_q": block_size, "block_size_k": block_size}
+            pattern = BlockMask.dense(shape.heads, shape.num_places, device=q.device, **sizes)
+        _check_mask(pattern, shape)
+        if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):
+            raise ValueError(f"{_WHERE}: tolerance must be a number of at least 0, got {tolerance!r}: pass a fraction")
+        return before, shape, pattern, softmax_scale(scale, shape.head_dim)
+
+    def beliefs(found: tuple[Tag, UnitShape, BlockMask, float]) -> dict[str, Belief]:
+        _, shape, pattern, factor = found
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim_v)
+        options = (factor, float(tolerance), engine)
+        return {
+            "heads": Belief(digest_int(sizes), lambda: f"H, Hkv, D, Dv = {sizes}", "pass projections of one shape"),
+            "the mask": Belief(
+                digest_int(mask_key(pattern)),
+                lambda: f"{pattern.num_heads} heads, density {pattern.density:.3f}",
+                "pass one mask to all ranks",
+            ),
+            "options": Belief(
+                digest_int(options), lambda: f"scale, tolerance, engine = {options}", "pass the same to all ranks"
+            ),
+            "requires_grad": grad_belief(torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))),
+        }
+
+    before, shape, pattern, factor = agreed(
+        where, _WHERE, q, prepare, lambda found: (found[0], "attention over", found[1].dim), beliefs
+    )
+    plan = plans.find(shape, pattern, float(tolerance), where.rank, q.device)
+    flat = [x.reshape(-1, x.shape[-1]) for x in (q, k, v)]
+    out = _attend(plan, shape, carry(plan.into, where, True, *flat), factor, engine)
+    (home,) = carry(plan.back, where, False, out)
+    home = home.view(*q.shape[:-1], shape.head_dim_v)
+    layout = before.layout
+    if home.shape[-1] != q.shape[-1]:
+        layout = type(layout)((*layout.shape[:-1], home.shape[-1]), layout.shards)
+    return tag(home, layout, before.coords)
+
+
+def attend_over(
+    qkv: Sequence[Tensor],
+    pattern: Pattern,
+    over: str,
+    on_grid: Layout,
+    grid: tuple[str, ...],
+    mesh: DspMesh,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """`DspRun.attend` of opened tensors: attention over a grid dim, in units if it is cut.
+
+    Args:
+        qkv: q, k, v, one dim for each name.
+        pattern: names of their dims.
+        over: the attended dim.
+        on_grid: how they are cut.
+        grid: names of the grid.
+        mesh: the axes.
+        options: of `attend_units`.
+
+    Raises:
+        ValueError: the pattern lacks the dim or ends with dims of the grid, or `attend_units` refuses the call.
+    """
+    names = pattern.names
+    if over not in names[:-2] or over not in grid or set(names[-2:]) & set(grid):
+        raise ValueError(
+            f"dsp: attend over {over!r} needs a pattern with this grid dim, heads and entries last, got "
+            f"{pattern.text!r} and the grid {list(grid)}: write it like 'B T S H D'"
+        )
+    dim = names.index(over)
+    cutting = [axis for axis in on_grid.shards[grid.index(over)] if axis.size > 1]
+    layouts = [pattern.layout(tuple(x.shape), grid, on_grid) for x in qkv]
+    # Objects of their own, as tensors of the caller may have tags that say the same with other words.
+    parts = [tag(x.view_as(x), layout, mesh.coords) for x, layout in zip(qkv, layouts, strict=True)]
+    if cutting:
+        return attend_units(*parts, mesh.groups[cutting[-1].name], dim, **options)
+    return _attend_here(parts, dim, layouts[0], mesh.coords, **options)
+
+
+def _attend_here(
+    qkv: Sequence[Tensor],
+    dim: int,
+    layout: Layout,
+    coords: Coords,
+    *,
+    mask: BlockMask | None = None,
+    scale: float | None = None,
+    tolerance: float = 0.1,
+    block_size: int = 64,
+    engine: str = "auto",
+) -> Tensor:
+    """Attention over a dim that is whole here, options as in `attend_units`."""
+    q, k, v = qkv
+    _check_tensors(q, k, v)
+    heads, places = q.shape[-2], q.shape[dim]
+    lengths = layout.shape[:-2]
+    whole = UnitShape(lengths, dim, dim, (places,), heads, k.shape[-2], q.shape[-1], v.shape[-1])
+    if mask is None:
+        mask = BlockMask.dense(heads, places, block_size_q=block_size, block_size_k=block_size, device=q.device)
+    _check_mask(mask, whole)
+    if not q.numel():
+        return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(*q.shape[:-1], v.shape[-1])
+    if mask.batch_size > 1:
+        # Frames of the mask are counted in the whole.
+        others = [n for at, n in enumerate(lengths) if at != dim]
+        blocks = mask.blocks.unflatten(0, others)
+        here = [layout.positions(at, coords) for at in range(len(lengths)) if at != dim]
+        for at, positions in enumerate(here):
+            blocks = blocks.narrow(at, positions.start, len(positions))
+        mask = BlockMask(blocks.flatten(0, len(here) - 1), mask.block_size_q, mask.block_size_k, places, places)
+    moved = [x.movedim(dim, -3) for x in qkv]
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in moved)
+    out = cast(Tensor, block_sparse_attention(query, key, value, mask, scale, return_lse=False, engine=engine))
+    return out.view(*moved[0].shape[:-1], -1).movedim(-3, dim)
+
+
+def unit_plan_of(
+    lengths: tuple[int, ...], dim: int, num_ranks: int, heads: int, *, kv_heads: int | None = None,
+    mask: BlockMask | None = None, tolerance: float = 0.1, block_size: int = 64,
+) -> UnitPlan:  # fmt: skip
+    """The plan of `attend_units` for any number of ranks, without them: for predictions.
+
+    Args:
+        lengths: whole lengths of all dims before the heads.
+        dim: the attended dim, which is taken as cut.
+        num_ranks: ranks.
+        heads: query heads.
+        kv_heads: K/V heads, default as many.
+        mask: as there.
+        tolerance: as there.
+        block_size: as there.
+    """
+    base, extra = divmod(lengths[dim], num_ranks)
+    pieces = tuple(base + (rank < extra) for rank in range(num_ranks))
+    shape = UnitShape(tuple(lengths), dim, dim, pieces, heads, kv_heads or heads, 1, 1)
+    if mask is None:
+        mask = BlockMask.dense(heads, lengths[dim], block_size_q=block_size, block_size_k=block_size)
+    return UnitPlan(shape, mask, tolerance, 0, torch.device("cpu"))
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() < 3 or x.dim() != q.dim() or x.shape[:-2] != q.shape[:-2]:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{_WHERE}: q, k and v must be tensors [..., heads, D] of the same places, got {name}={got} beside "
+                f"q={list(q.shape)}: pass this rank's parts in one layout"
+            )
+        known, first = tag_of(x), tag_of(q)
+        if known is not None and first is not None and known.layout.shards != first.layout.shards:
+            raise ValueError(f"{_WHERE}: {name} is in layout {known.layout}, q in {first.layout}: pass one layout")
+    # Shapes without places: some ranks hold none.
+    check_qkv(*(x.new_empty((1, 1, *x.shape[-2:])) for x in (q, k, v)))
+
+
+def _shape_in_group(q: Tensor, k: Tensor, v: Tensor, before: Tag, group: DspGroup, dim: int, cut_dim: int) -> UnitShape:
+    """Sizes as the ranks of the group see them: what other axes cut counts as whole, but not the attended dim."""
+    layout = before.layout
+    # Raises if the axis is not the innermost one of its dim.
+    if layout.dim_of(group.axis) != cut_dim:
+        raise ValueError(
+            f"{_WHERE}: layout {layout} is not cut along dim {cut_dim} by axis {group.axis.name!r}: pass the dim that "
+            "the group cuts as cut_dim="
+        )
+    if left := layout.gather(group.axis).shards[dim]:
+        raise ValueError(
+            f"{_WHERE}: the attended dim {dim} of layout {layout} is cut by {', '.join(axis.name for axis in left)} "
+            "too; expected this group alone: gather or switch the other axes before"
+        )
+    pieces = layout.pieces(cut_dim, group.axis, before.coords)
+    lengths = [sum(pieces) if at == cut_dim else n for at, n in enumerate(q.shape[:-2])]
+    if not all(lengths):
+        raise ValueError(f"{_WHERE}: no dim may be empty as a whole, got {lengths}: leave such a call out")
+    return UnitShape(
+        tuple(lengths), dim, cut_dim, pieces, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    )  # fmt: skip
+
+
+def _check_mask(mask: BlockMask, shape: UnitShape) -> None:
+    if not isinstance(mask, BlockMask):
+        raise ValueError(f"{_WHERE}: mask must be a BlockMask or None, got {type(mask).__name__}")
+    if mask.num_heads != shape.heads or {mask.seqlen_q, mask.seqlen_k} != {shape.num_places}:
+        raise ValueError(
+            f"{_WHERE}: mask is for {mask.num_heads} heads, seqlen_q={mask.seqlen_q} and seqlen_k={mask.seqlen_k}; "
+            f"expected {shape.heads} heads and {shape.num_places} on both sides, the whole length of dim {shape.dim}"
+        )
+    if mask.batch_size not in (1, shape.num_frames):
+        raise ValueError(
+            f"{_WHERE}: mask has batch size {mask.batch_size}, expected 1 or {shape.num_frames}, one for each entry of "
+            "the other dims: repeat it"
+        )
+
+
+def _attend(plan: UnitPlan, shape: UnitShape, qkv: tuple[Tensor, ...], scale: float, engine: str) -> Tensor:
+    """Outputs [rows, Dv] of this rank's units from rows of q, k and v."""
+    q = qkv[0]
+    k, v = (x.view(plan.num_kv_units, shape.num_places, x.shape[-1]) for x in qkv[1:])
+    outs, row = [], 0
+    for call, mask, which in plan.calls:
+        num, length = len(call.units), mask.seqlen_q
+        # Units are the heads of one attention.
+        query = q[row : row + num * length].view(1, num, length, -1).transpose(1, 2)
+        key, value = k, v
+        if which is not None:
+            key, value = k.index_select(0, which), v.index_select(0, which)
+        out = block_sparse_attention(
+            query, key[None].transpose(1, 2), value[None].transpose(1, 2), mask, scale, return_lse=False, engine=engine
+        )
+        outs.append(cast(Tensor, out).transpose(1, 2).reshape(num * length, shape.head_dim_v))
+        row += num * length
+    if not outs:
+        # Nothing to compute, but a part of the graph: the backward pass is collective.
+        return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(0, shape.head_dim_v)
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
