@@ -15,6 +15,7 @@ from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.masks import MaskMethod, TokenGrid, build_mask_method
 from dbsp_megatron.masks.file import FileMask
 from dbsp_megatron.masks.schedule import ScheduledMask
+from dbsp_megatron.models.axial import AxialConfig
 from dbsp_megatron.models.dit.config import DiTConfig, Recompute
 from dbsp_megatron.plan import block_homes
 from dbsp_megatron.strategy import get_strategy
@@ -125,6 +126,11 @@ def understand(
     Raises:
         ValueError: what `dbsp-train` would refuse, or nodes that do not fit the processes.
     """
+    if isinstance(config.load_model(), AxialConfig):
+        raise ValueError(
+            f"model={config.model} attends along one dim at a time, which is not explained here: see its plan with "
+            "dbsp_megatron.dsp.explain, or the start of a run with --dry-run"
+        )
     per_node = _per_node(world_size, gpus_per_node, hosts)
     num_nodes = -(-world_size // per_node)
     # What a launcher tells every process, and strategies read.

@@ -206,9 +206,6 @@ def _parse(
     words = _files_first(expand_aliases(rest, aliases))
     try:
         values = parser.instantiate(_with_own_settings(parser, words)).as_dict()
-    except NotImplementedError as error:
-        # A setting that a later version will know is, today, a wrong setting.
-        raise ValueError(str(error)) from error
     except TypeError as error:
         # A section that is no mapping, such as `train: 3`.
         raise ValueError(f"a section of the configuration is not a mapping of keys ({error})") from error

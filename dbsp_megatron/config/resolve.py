@@ -71,10 +71,15 @@ class ResolvedRun:
         if mesh.pipeline_parallel_size > 1:
             split += f" x {mesh.pipeline_parallel_size} pipeline stages"
         own_heads = self.num_heads // mesh.tensor_parallel_size
-        heads = _spread(own_heads, mesh.ulysses_degree)
+        heads = f"{_spread(own_heads, mesh.ulysses_degree)} of {self.num_heads}"
         if mesh.choices:
             degrees = "ulysses x ring by layer: " + ", ".join(f"{u} x {r}" for u, r in mesh.choices)
             heads = ", ".join(f"{_spread(own_heads, u)} (ulysses {u})" for u, _ in mesh.choices)
+            heads += f" of {self.num_heads}"
+        blocks = f"{_spread(num_blocks, mesh.sp_size)} of {num_blocks} (block size {self.block_size})"
+        if self.strategy == "dsp":
+            degrees, blocks = f"{mesh.sp_size} ranks", "frames, or tokens of a frame, cut in turn"
+            heads = f"all {self.num_heads}"
         if mesh.branches > 1:
             split += f" x {mesh.branches} branches of guidance"
         text = f"{self.text_tokens} text + " if self.text_tokens else ""
@@ -83,8 +88,8 @@ class ResolvedRun:
             "mesh": f"{self.strategy}, {degrees}",
             "model": f"{self.model}, {self.num_parameters:,} parameters, {self.num_layers} layers",
             "tokens": f"{self.num_tokens} ({text}{frames} x {rows} x {columns} patches)",
-            "blocks per rank": f"{_spread(num_blocks, mesh.sp_size)} of {num_blocks} (block size {self.block_size})",
-            "heads per rank": f"{heads} of {self.num_heads}",
+            "blocks per rank": blocks,
+            "heads per rank": heads,
             "batch": self.batch,
             "steps": str(self.steps),
         }
@@ -116,16 +121,11 @@ def resolve_mesh(
             f"{num_heads}; sequence parallelism (sp.*) has no such rule"
         )
     num_heads //= parallel.tensor_parallel_size
-    try:
-        get_strategy(sp.strategy)
-    except NotImplementedError as error:
-        # A name that a later version will know is, today, a wrong setting.
-        raise ValueError(str(error)) from error
     size = _sp_size(sp, max(1, world_size // parallel.model_size))
     check_world_size(world_size, size, parallel)
     strategy = get_strategy(sp.strategy)(sp, size)
     ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
-    if sp.ulysses_degree == "auto" and sp.ring_degree == "auto" and sp.strategy not in ("ulysses", "ring"):
+    if sp.ulysses_degree == "auto" and sp.ring_degree == "auto" and sp.strategy not in ("ulysses", "ring", "dsp"):
         limit = min(ulysses, max(1, num_heads))
         ulysses = next(u for u, _ in factorisations(size) if u <= limit)
         ring = size // ulysses
@@ -161,6 +161,8 @@ def _sp_size(sp: SequenceParallelConfig, world_size: int) -> int:
     degrees = {"ulysses": sp.ulysses_degree, "ring": sp.ring_degree}
     if sp.strategy == "none":
         degrees = {axis: 1 if degree == "auto" else degree for axis, degree in degrees.items()}
+    elif sp.strategy == "dsp":
+        degrees["ring"] = 1 if sp.ring_degree == "auto" else sp.ring_degree
     elif sp.strategy in degrees:
         degrees = {axis: 1 if degree == "auto" and axis != sp.strategy else degree for axis, degree in degrees.items()}
     size = 1
@@ -195,12 +197,12 @@ def count_parameters(model: DiTConfig, lora: LoraConfig | None = None) -> int:
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from dbsp_megatron.models.dit import VideoDiT  # imports megatron-core, which reading a configuration need not
+    from dbsp_megatron.models.build import build_model
 
     # Groups are given, so that a program's own parallel_state does not split what is counted.
     alone = ProcessGroupCollection(tp=None, cp=None, pp=None)
     with torch.device("meta"):
-        module = VideoDiT(model, pg_collection=alone)
+        module = build_model(model, pg_collection=alone)
         count = sum(parameter.numel() for parameter in module.parameters())
         if lora is not None and lora.rank:
             from dbsp_megatron.models.dit.lora_layers import add_lora

@@ -10,10 +10,14 @@ from dbsp_megatron.config.resolve import ResolvedRun, count_parameters, resolve_
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, SampleConfig
 from dbsp_megatron.data import DataConfig, PixelPatchEncoder
 from dbsp_megatron.masks import MaskConfig
+from dbsp_megatron.models.axial.config import AxialConfig
 from dbsp_megatron.models.dit.config import DiTConfig, load_model_config
 from dbsp_megatron.models.dit.lora import LoraConfig
 from dbsp_megatron.observability import WandbConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
+
+_AXIAL_METHODS = ("dense", "topp", "topk", "sparge")
+"""Methods that read nothing but one sequence's queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,7 @@ class TrainConfig:
         """
         model = self.load_model()
         grid = token_grid(model, self.model, self.data)
+        check_strategy(model, self.model, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads, self.parallel)
         check_split(model, self.model, self.parallel)
         self.mask.check_model(model.num_heads, model.num_attention_layers)
@@ -143,6 +148,7 @@ class InferConfig:
             value = getattr(sample, key)
             if model.text == "none" and value != unset:
                 raise ValueError(f"sample.{key}={value} needs a model with text; this one has none: remove the setting")
+        check_strategy(model, self.checkpoint, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads)
         self.mask.check_model(model.num_heads, model.num_attention_layers)
         return ResolvedRun(
@@ -198,6 +204,37 @@ def token_grid(model: DiTConfig, name: str, data: DataConfig) -> tuple[int, int,
     return PixelPatchEncoder(data.patch_size, shape[0]).grid_for(*shape[1:])
 
 
+def check_strategy(model: DiTConfig, name: str, sp: SequenceParallelConfig, mask: MaskConfig) -> None:
+    """Refuse a strategy or mask that the model's attention does not have.
+
+    Args:
+        model: the model description.
+        name: of the model, for messages.
+        sp: sequence parallelism.
+        mask: which attention blocks are computed.
+
+    Raises:
+        ValueError: see above.
+    """
+    if not isinstance(model, AxialConfig):
+        if sp.strategy == "dsp":
+            raise ValueError(
+                f"sp.strategy=dsp needs a model that attends along one dim at a time (attention_dims), model={name} "
+                "attends to whole videos: use sp.strategy=dbsp"
+            )
+        return
+    if sp.strategy not in ("dsp", "none"):
+        raise ValueError(
+            f"sp.strategy={sp.strategy} splits one sequence, model={name} attends along {', '.join(model.grid_dims)} "
+            "in turn: use sp.strategy=dsp, or none on one rank"
+        )
+    if mask.method not in _AXIAL_METHODS or mask.cube is not None:
+        raise ValueError(
+            f"mask.method={mask.method} with mask.cube={mask.cube} is for attention to whole videos, model={name} "
+            f"attends along {', '.join(model.grid_dims)} in turn: use one of {', '.join(_AXIAL_METHODS)}, and no cube"
+        )
+
+
 def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
     """Refuse tensor- and pipeline-parallel sizes that the model cannot be cut into.
 
@@ -205,6 +242,11 @@ def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
         ValueError: a size does not divide what it splits.
     """
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if isinstance(model, AxialConfig) and max(tp, pp) > 1:
+        raise ValueError(
+            f"parallel.tensor_parallel_size={tp} and parallel.pipeline_parallel_size={pp} must be 1 with model={name}, "
+            "whose layers along dims are whole on every rank"
+        )
     if parallel.sequence_parallel and (model.text == "dual_stream" or model.coarse_branch):
         raise ValueError(
             f"parallel.sequence_parallel=true does not go with model={name}, which has "

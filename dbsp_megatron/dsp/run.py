@@ -42,6 +42,7 @@ class DspRun:
         self._session, self.plan, self._lengths, self._sizes = session, plan, lengths, sizes
         shape = tuple(lengths.values())
         self.layout = all_layouts(shape, session.mesh.axes, session.cut_dims)[0] if plan is None else plan.start
+        self._start = self.layout
         self._open = True
         self._entered: dict[str, tuple[Layout, Layout]] = {}
         self._recorded: list[Stage] = []
@@ -105,19 +106,21 @@ class DspRun:
         # The whole tensor is not to be kept alive by a view of it.
         return self._tagged(names.close(x).clone(memory_format=torch.contiguous_format), names, self.layout)
 
-    def leave(self, x: Tensor, pattern: str, *, grad: GradKind = "whole") -> Tensor:
+    def leave(self, x: Tensor, pattern: str, *, grad: GradKind = "whole", stage: str | None = None) -> Tensor:
         """The whole tensor on every rank; a loss that is computed on shards does not need it.
 
         Args:
             x: this rank's part, cut as the stream is now.
             pattern: names of its dims.
             grad: what the gradient of the result is, see `primitives`.
+            stage: the stage that made x, needed where it is recomputed.
         """
         check_grad_kind("dsp: leave", grad)
         names = parse(pattern)
-        self._check("leave", x, names, self.layout)
-        x = names.open(x, self._local(self.layout), "dsp: leave", self._sizes)
-        now = names.layout(tuple(x.shape), self._session.grid, self.layout)
+        layout = self.layout if stage is None else self._entered[stage][1]
+        self._check("leave", x, names, layout)
+        x = names.open(x, self._local(layout), "dsp: leave", self._sizes)
+        now = names.layout(tuple(x.shape), self._session.grid, layout)
         for dim, axes in enumerate(now.shards):
             for axis in reversed(axes):
                 group = self._session.mesh.groups[axis.name]
@@ -127,6 +130,19 @@ class DspRun:
                     x = cast(Tensor, kind.apply(x, group, dim, lengths))
                 now = now.gather(axis)
         return names.close(x)
+
+    def home(self, x: Tensor, pattern: str) -> Tensor:
+        """The stream cut as it entered; for what a model returns, which has fewer channels than the stream.
+
+        Args:
+            x: this rank's part, cut as the stream is now.
+            pattern: names of its dims.
+        """
+        names = parse(pattern)
+        self._check("home", x, names, self.layout)
+        x = self._move(x, names, self.layout, self._start)
+        self.layout = self._start
+        return x
 
     def slice(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
         """This rank's part of a side input that all ranks hold (masks, tables, embeddings); its gradient is partial.

@@ -89,21 +89,24 @@ class DspSession:
         self.stages = None
         self._plans.clear()
 
-    def run(self, lengths: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> DspRun:
+    def run(
+        self, lengths: Mapping[str, int], sizes: Mapping[str, int] | None = None, *, problem: str | None = None
+    ) -> DspRun:
         """Begin a pass: `with session.run({"T": 16, "S": 1024}) as run:`. One gather of a few host integers.
 
         Args:
             lengths: whole length of every grid dim.
             sizes: lengths of other dims that share a dim in a pattern, such as B in "(B T) S C"; those of tensors that
                 enter are known without.
+            problem: an error of the caller on this rank, which all ranks raise in place of the pass.
 
         Raises:
-            ValueError: on every rank: lengths or stages do not fit, or ranks differ.
+            ValueError: on every rank: lengths or stages do not fit, a rank has a problem, or ranks differ.
         """
-        problem, plan = None, None
-        if set(lengths) != set(self.grid):
+        plan = None
+        if problem is None and set(lengths) != set(self.grid):
             problem = f"dsp: lengths must name the grid {list(self.grid)}, got {dict(lengths)}: name each dim"
-        else:
+        elif problem is None:
             try:
                 plan = self.plan(lengths)
             except ValueError as error:

@@ -21,7 +21,9 @@ from dbsp_megatron.infer.outputs import with_suffix, write_settings
 from dbsp_megatron.infer.sampler import build_sampler, timestep_schedule
 from dbsp_megatron.infer.seeds import shared_seed
 from dbsp_megatron.infer.video_file import write_mp4
-from dbsp_megatron.models.dit import DiTConfig, VideoDiT
+from dbsp_megatron.models.build import build_model
+from dbsp_megatron.models.dit import DiTConfig
+from dbsp_megatron.models.dit.config import model_from_fields
 from dbsp_megatron.observability import ProgressBar, get_logger
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.plan import reuse_table
@@ -30,8 +32,8 @@ from dbsp_megatron.train.batches import load_context
 from dbsp_megatron.train.checkpoint import open_checkpoint
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.flow_matching import draw_noise
-from dbsp_megatron.train.forward import ShardedModel
 from dbsp_megatron.train.mesh import build_mesh
+from dbsp_megatron.train.sharding import shard_model
 from dbsp_megatron.train.trained_weights import load_trained
 
 logger = get_logger(__name__)
@@ -63,12 +65,19 @@ class SamplingPipeline:
         self._plan_counts = config.sp.plan_counts
         self.context, self.negative = self._contexts()
         self.sp = SequenceParallel(self.config.sp, self.mesh.sp_group)
-        module = VideoDiT(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups).to(world.device).eval()
+        module = build_model(self.model_config, sp=self.sp, pg_collection=self.mesh.model_groups)
+        module = module.to(world.device).eval()
         self.weights = load_trained(module, checkpoint, world, config.sample.weights)
         if self.weights != config.sample.weights:
             logger.info("%s holds no averaged weights: the plain ones are used", checkpoint.path)
-        self.sharded = ShardedModel(
-            module, self.model_config, self.sp, config.mask, device=world.device, precision=config.sample.precision
+        self.sharded = shard_model(
+            module,
+            module,
+            self.model_config,
+            self.sp,
+            config.mask,
+            device=world.device,
+            precision=config.sample.precision,
         )
 
     def run(self, output: Path) -> int:
@@ -160,8 +169,7 @@ class SamplingPipeline:
 
 def model_from_state(state: Mapping[str, Any]) -> DiTConfig:
     """Model description saved in a checkpoint."""
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in state["model"].items()}
-    return DiTConfig(**fields)
+    return model_from_fields(state["model"])
 
 
 def video_size(config: InferConfig, state: Mapping[str, Any]) -> tuple[int, int, int]:

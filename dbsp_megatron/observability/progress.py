@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -76,7 +77,7 @@ class ProgressBar:
         Args:
             step: steps done so far, counted from the run's start.
             loss: loss of the step.
-            rho_before: imbalance of the unpartitioned mask (max / mean).
+            rho_before: imbalance of the unpartitioned mask (max / mean); nan, where nothing is planned, is not shown.
             rho_after: imbalance under the plan used.
             extra: more values to show, by name.
         """
@@ -131,7 +132,7 @@ class ProgressBar:
         parts = [f"{speed:.2f} steps/s"]
         if loss is not None:
             parts.append(f"loss {float(loss):.4f}")
-        if rho_before is not None and rho_after is not None:
+        if rho_before is not None and rho_after is not None and math.isfinite(rho_before + rho_after):
             parts.append(f"rho {float(rho_before):.2f} -> {float(rho_after):.2f}")
         parts += [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

@@ -13,9 +13,6 @@ from dbsp_megatron.plan import Calibration, PartitionPlan, Workload, plan_worklo
 from dbsp_megatron.strategy.config import SequenceParallelConfig
 from dbsp_megatron.strategy.machine import default_calibration
 
-RESERVED = ("dsp",)
-"""Names that the interface fixes and this version does not hold."""
-
 _registry: dict[str, type[SequenceParallelStrategy]] = {}
 
 
@@ -31,6 +28,8 @@ class SequenceParallelStrategy(ABC):
     """
 
     name: ClassVar[str]
+    splits_tokens: ClassVar[bool] = True
+    """Whether attention of one sequence is split; else models cut their tensors by themselves."""
 
     def __init__(self, config: SequenceParallelConfig, size: int) -> None:
         self.config, self.size = config, size
@@ -151,10 +150,7 @@ def get_strategy(name: str) -> type[SequenceParallelStrategy]:
 
     Raises:
         ValueError: unknown name.
-        NotImplementedError: a reserved name.
     """
     if name in _registry:
         return _registry[name]
-    if name in RESERVED:
-        raise NotImplementedError(f"sp.strategy={name} is not part of this version: use {', '.join(_registry)}")
     raise ValueError(f"sp.strategy must be one of {', '.join(_registry)}, got {name!r}")

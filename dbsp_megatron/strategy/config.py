@@ -16,11 +16,11 @@ class SequenceParallelConfig:
     """Strategy, mesh and planning policies of sequence parallelism."""
 
     strategy: str = "dbsp"
-    """none, ulysses, ring, usp, dbsp or auto: dbsp on the mesh that a latency model finds fastest for each layer, which
-    may change over steps (dsp is reserved)."""
+    """none, ulysses, ring, usp, dbsp, auto (dbsp on the mesh that a latency model finds fastest for each layer, which
+    may change over steps), or dsp, for models that attend along one dim at a time: they switch between dims."""
 
     ulysses_degree: int | Literal["auto"] = "auto"
-    """Ranks that exchange heads by all-to-all (inner axis)."""
+    """Ranks that exchange heads by all-to-all (inner axis); dsp: ranks that exchange dims."""
 
     ring_degree: int | Literal["auto"] = "auto"
     """Ranks that pass K/V around (outer axis)."""

@@ -55,7 +55,6 @@ class SequenceParallel:
     Raises:
         ValueError: on every rank, before any exchange: a rank has no valid configuration, the strategy cannot run on
             this many ranks, or ranks were given different configurations.
-        NotImplementedError: a strategy that this version does not hold.
     """
 
     def __init__(
@@ -108,8 +107,9 @@ class SequenceParallel:
             block_size: tokens per block, default `config.block_size`.
 
         Raises:
-            ValueError: a size is not positive.
+            ValueError: a size is not positive, or the strategy has no layouts.
         """
+        self._check_splits_tokens()
         key = (seqlen, self.config.block_size if block_size is None else block_size)
         if key not in self._layouts:
             self._layouts[key] = self._make_layout(*key)
@@ -149,6 +149,22 @@ class SequenceParallel:
             self.groups.control_group,
             homes,
         )
+
+    def _check_splits_tokens(self) -> None:
+        if not self.strategy.splits_tokens:
+            raise ValueError(
+                f"sp.strategy={self.config.strategy} is for models that attend along one dim at a time "
+                "(attention_dims) and switch by themselves: take such a model, or strategy dbsp for one sequence"
+            )
+
+    @property
+    def step(self) -> int:
+        """The step begun last; 0 before any."""
+        return self._step or 0
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Add bytes that a model sent over these ranks by itself to those of the step."""
+        self._runner.traffic.bytes_sent += num_bytes
 
     def begin_step(self, step: int) -> None:
         """Start a training or denoising step: plans are decided once per layer and step, statistics start anew.
@@ -264,6 +280,7 @@ class SequenceParallel:
                 raise ValueError(problem)
             if self._destroyed:
                 raise ValueError("this SequenceParallel was destroyed: make a new one")
+            self._check_splits_tokens()
             layout = self._find_layout(mask) if layout is None else layout
             check_inputs(q, k, v, mask, layout, min(ring for _, ring in self.strategy.meshes))
             if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:

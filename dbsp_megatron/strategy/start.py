@@ -44,11 +44,9 @@ def agreed_strategy(config: object, group: dist.ProcessGroup | None) -> Sequence
 
     Raises:
         ValueError: on every rank: one of them has no valid configuration or cannot run it, or they differ.
-        NotImplementedError: a strategy that this version does not hold, on the ranks that ask for it.
     """
     strategy: SequenceParallelStrategy | None = None
     problem: str | None = None
-    unknown: NotImplementedError | None = None
     files = 0
     try:
         if not isinstance(config, SequenceParallelConfig):
@@ -58,8 +56,6 @@ def agreed_strategy(config: object, group: dist.ProcessGroup | None) -> Sequence
         check_engine(config.engine)
     except ValueError as error:
         problem = str(error)
-    except NotImplementedError as error:
-        problem, unknown = str(error), error
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"{type(error).__name__}: {error}"
     valid = config if isinstance(config, SequenceParallelConfig) else None
@@ -75,10 +71,5 @@ def agreed_strategy(config: object, group: dist.ProcessGroup | None) -> Sequence
             "give every rank the same file, and start as many ranks on every node",
         ),
     }
-    try:
-        agree("making SequenceParallel", problem, beliefs, group)
-    except ValueError:
-        if unknown is not None:
-            raise unknown from None
-        raise
+    agree("making SequenceParallel", problem, beliefs, group)
     return cast(SequenceParallelStrategy, strategy)

@@ -15,7 +15,8 @@ from torch import Tensor
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.data import ClipSource, PixelPatchEncoder, iter_validation, plan_batches
-from dbsp_megatron.models.dit import DiTConfig, VideoDiT
+from dbsp_megatron.models.build import build_model
+from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
 from dbsp_megatron.models.dit.lora import is_adapter
 from dbsp_megatron.models.dit.lora_layers import add_lora
@@ -32,12 +33,12 @@ from dbsp_megatron.train.checkpoint_writer import CheckpointWriter
 from dbsp_megatron.train.continuation import check_continuation, run_lock
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines import StepWork, build_engine
-from dbsp_megatron.train.forward import ShardedModel
 from dbsp_megatron.train.memory import peak_memory_gib
 from dbsp_megatron.train.mesh import build_mesh, megatron_mesh, sequence_parallel
 from dbsp_megatron.train.profiling import StepProfiler, named_range
 from dbsp_megatron.train.rank_metrics import own_numbers, rank_metrics
 from dbsp_megatron.train.report import RunReport
+from dbsp_megatron.train.sharding import shard_model
 from dbsp_megatron.train.signals import StopRequest
 from dbsp_megatron.train.state import StateTensor
 
@@ -73,7 +74,7 @@ class Trainer:
         loop = config.train
         self.model_config = _model_config(config)
         self.sp = sequence_parallel(with_degrees(config.sp, resolved.mesh), self.mesh)
-        module = VideoDiT(
+        module = build_model(
             self.model_config,
             sp=self.sp,
             pg_collection=self.mesh.model_groups,
@@ -81,8 +82,9 @@ class Trainer:
         ).to(world.device)
         add_lora(module, config.lora)
         self.engine = build_engine(module, config, world, self.mesh)
-        self.sharded = ShardedModel(
+        self.sharded = shard_model(
             self.engine.forward,
+            module,
             self.model_config,
             self.sp,
             config.mask,

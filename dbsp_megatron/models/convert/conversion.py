@@ -116,6 +116,11 @@ def from_model_config(model: DiTConfig, like: Mapping[str, Any] | None = None) -
     Raises:
         ValueError: diffusers has no such model, or `like` is another one; it names key and value.
     """
+    if type(model) is not DiTConfig:
+        raise ValueError(
+            f"a model described by {type(model).__name__}, whose layers attend along one dim each, is not converted: "
+            "convert models that attend to whole videos"
+        )
     family = _FAMILY_OF_TEXT.get(model.text)
     if family is None:
         raise ValueError(

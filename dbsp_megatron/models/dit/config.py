@@ -276,18 +276,42 @@ def _config_from_text(text: str, where: str) -> DiTConfig:
         raise ValueError(f"{where} must be plain YAML data: {error}") from error
     if not isinstance(raw, Mapping):
         raise ValueError(f"{where} must hold a mapping of DiTConfig fields; got {type(raw).__name__}")
-    known = {field.name: field for field in dataclasses.fields(DiTConfig)}
+    try:
+        kind = _config_class(raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    known = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(str(key) for key in raw if key not in known)
     if unknown:
         raise ValueError(f"{where} has unknown keys: {', '.join(unknown)}. Known keys: {', '.join(sorted(known))}")
     missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in raw)
     if missing:
         raise ValueError(f"{where} lacks required keys: {', '.join(missing)}")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
     try:
-        return DiTConfig(**values)
+        return model_from_fields(raw)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _config_class(fields: Mapping[str, Any]) -> type[DiTConfig]:
+    """A model that attends along its dims in turn says so by `attention_dims`."""
+    if "msa_channels" in fields:
+        raise ValueError("it describes an Evoformer, no video model: read it with load_evoformer_config")
+    if "attention_dims" not in fields:
+        return DiTConfig
+    from dbsp_megatron.models.axial.config import AxialConfig  # subclasses DiTConfig
+
+    return AxialConfig
+
+
+def model_from_fields(fields: Mapping[str, Any]) -> DiTConfig:
+    """The description with these fields, of the class that they belong to; lists become tuples.
+
+    Raises:
+        ValueError: a field has a bad value.
+    """
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    return _config_class(fields)(**values)
 
 
 def model_config_text(config: DiTConfig) -> str:

@@ -62,6 +62,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         layer_number: From 1, in this pipeline stage.
         dit: The model description.
         num_streams: 2 if text tokens in the sequence have a modulation of their own.
+        norms_cross: Whether queries of the cross-attention are normed.
         pg_collection: Process groups.
         vp_stage: Megatron's virtual pipeline stage; not used.
     """
@@ -74,6 +75,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         *,
         dit: DiTConfig,
         num_streams: int = 1,
+        norms_cross: bool = True,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
     ) -> None:
@@ -90,7 +92,8 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         self.cross_norm: AffineNorm | None = None
         self.cross_attention = None
         if submodules.cross_attention is not None:
-            self.cross_norm = AffineNorm(config, hidden_size=dit.hidden_size, eps=dit.norm_eps, affine=True)
+            if norms_cross:
+                self.cross_norm = AffineNorm(config, hidden_size=dit.hidden_size, eps=dit.norm_eps, affine=True)
             self.cross_attention = build_module(
                 submodules.cross_attention, config=config, layer_number=layer_number, pg_collection=pg_collection
             )
@@ -126,8 +129,8 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         """What follows self-attention."""
         tokens, rows = conditioning.tokens, conditioning.rows
         x = add_gated(x, attended, gate, rows)
-        if self.cross_attention is not None and self.cross_norm is not None:
-            query = self.cross_norm(x).to(x.dtype)
+        if self.cross_attention is not None:
+            query = x if self.cross_norm is None else self.cross_norm(x).to(x.dtype)
             x = (x + self.cross_attention(query, conditioning.context, conditioning.image_context)).to(x.dtype)
         normed, gate = self.mlp_norm(x, conditioning)
         if self.text_mlp is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from megatron.core.enums import ModelType
@@ -49,8 +49,11 @@ class VideoDiT(MegatronModule):
         dit_config: The model description.
 
     Raises:
-        ValueError: If heads or feed-forward channels cannot be split over the tensor-parallel ranks.
+        ValueError: If heads or feed-forward channels cannot be split over the tensor-parallel ranks, or the description
+            is of another kind of model.
     """
+
+    described_by: ClassVar[type[DiTConfig]] = DiTConfig
 
     def __init__(
         self,
@@ -61,6 +64,11 @@ class VideoDiT(MegatronModule):
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
     ) -> None:
+        if type(config) is not self.described_by:
+            raise ValueError(
+                f"{type(self).__name__} is described by a {self.described_by.__name__}, got {type(config).__name__}: "
+                "use models.build.build_model, which takes all"
+            )
         groups = process_groups(pg_collection)
         sp_size = 1 if sp is None else sp.size
         super().__init__(config=dit_transformer_config(config, groups, sp_size, sequence_parallel=sequence_parallel))
@@ -92,10 +100,9 @@ class VideoDiT(MegatronModule):
         self.position: PositionEmbedding | None = None
         if config.position_embedding != "none" and self.pre_process:
             self.position = PositionEmbedding(config, dtype)
-        core = default_core_attention(sp) if core_attention is None else core_attention
         self.block = DiTBlock(
             self.config,
-            self._own_layers(dit_block_spec(config, core, sp)),
+            self._own_layers(self._layer_specs(core_attention, sp)),
             recompute=config.recompute,
             pg_collection=groups,
         )
@@ -112,6 +119,12 @@ class VideoDiT(MegatronModule):
         if num_stages > 1:
             self._mark_copies()
         self.reset_parameters()
+
+    def _layer_specs(
+        self, core_attention: CoreAttention | None, sp: SequenceParallel | None
+    ) -> TransformerBlockSubmodules:
+        core = default_core_attention(sp) if core_attention is None else core_attention
+        return dit_block_spec(self.dit_config, core, sp)
 
     def _own_layers(self, spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
         count = self.dit_config.num_attention_layers // group_size(self.pg_collection.pp)

@@ -44,6 +44,14 @@ def test_update_prints_speed_loss_balance_and_remaining_time(clock: Clock) -> No
     )
 
 
+def test_update_leaves_out_a_balance_that_is_not_known(clock: Clock) -> None:
+    stream = io.StringIO()
+    with ProgressBar(3, description="train", stream=stream) as bar:
+        clock.now = 2.0
+        bar.update(3, 0.5, float("nan"), float("nan"))
+    assert stream.getvalue() == "train 3/3 (100%) | 1.50 steps/s | loss 0.5000 | ETA 0:00:00\n"
+
+
 def test_update_prints_a_line_every_n_seconds_and_at_both_ends(clock: Clock) -> None:
     stream = io.StringIO()
     bar = ProgressBar(25, stream=stream, every_s=10)

@@ -58,10 +58,14 @@ def test_impossible_degrees_are_refused(strategy: str, size: int, given: dict[st
     assert all(word in str(error.value) for word in words)
 
 
-def test_reserved_strategies_say_that_they_are_missing() -> None:
-    """A name of the interface that this version does not hold is not an unknown name."""
-    with pytest.raises(NotImplementedError, match="dsp"):
-        SequenceParallel(SequenceParallelConfig(strategy="dsp"))
+def test_dsp_has_neither_layouts_nor_attention() -> None:
+    """Models switch by themselves; a sequence that were split in silence would be a wrong answer."""
+    sp = SequenceParallel(SequenceParallelConfig(strategy="dsp"))
+    with pytest.raises(ValueError, match="attend along one dim"):
+        sp.layout(8)
+    x = torch.ones(1, 8, 2, 4)
+    with pytest.raises(ValueError, match="attend along one dim"):
+        sp.attention(x, x, x)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_a_new_strategy_is_one_registered_class() -> None:
         def degrees(self) -> tuple[int, int]:
             return 1, 1
 
-    assert strategy_names() == ["dbsp", "auto", "none", "ring", "ulysses", "usp"]
+    assert strategy_names() == ["dbsp", "auto", "dsp", "none", "ring", "ulysses", "usp"]
     with pytest.raises(ValueError, match="usp"):
         register_strategy(Twice)
 

@@ -1,0 +1,88 @@
+"""Small models with the options of the published ones, their inputs and single-process results."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbsp_megatron.dsp import DspMesh
+from dbsp_megatron.models.axial import AxialConfig, AxialDiT
+from dbsp_megatron.models.dit import load_model_config
+from tests.unit.models.cores import gradients, randomize
+
+NAMES = ("stdit3_xl_2", "latte_xl_2", "open_sora_plan_1_1", "axial_k3")
+
+
+def tiny(name: str, **changes: Any) -> AxialConfig:
+    """A published model with few channels and layers; all other options as they are."""
+    config = load_model_config(name)
+    assert isinstance(config, AxialConfig)
+    small: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_layers": 2 * len(config.attention_dims),
+        "num_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 24,
+        "in_channels": 3,
+        "out_channels": 2,
+        "time_freq_dim": 8,
+        "space_base": 4,
+    }
+    if config.text == "cross":
+        small |= {"text_dim": 7, "text_len": 5}
+    return dataclasses.replace(config, **(small | changes))
+
+
+def build(config: AxialConfig, mesh: DspMesh | None = None, dtype: torch.dtype = torch.float64) -> AxialDiT:
+    """A model with the same random weights on all ranks."""
+    model = AxialDiT(config, mesh=mesh).to(dtype)
+    randomize(model)
+    return model
+
+
+def inputs(
+    config: AxialConfig, grid: tuple[int, int, int], batch: int, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Any], Tensor]:
+    """(arguments for the whole video, weights of the loss)."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = grid[0] * grid[1] * grid[2]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    given: dict[str, Any] = {
+        "video_tokens": draw(batch, tokens, config.patch_dim),
+        "timestep": torch.linspace(0.125, 0.875, batch, dtype=dtype),
+        "grid": grid,
+    }
+    if config.text == "cross":
+        given["context"] = draw(batch, 4, config.text_dim or 0)
+    return given, draw(batch, tokens, config.patch_out_dim)
+
+
+def guidance(given: dict[str, Any]) -> dict[str, Any]:
+    """The first sample twice, with a text and with another, as guidance batches them."""
+    twice = dict(given)
+    twice["video_tokens"] = given["video_tokens"][:1].repeat(2, 1, 1)
+    twice["timestep"] = given["timestep"][:1].repeat(2)
+    if "context" in given:
+        twice["context"] = torch.cat([given["context"][:1], torch.zeros_like(given["context"][:1])])
+    return twice
+
+
+def reference(
+    config: AxialConfig, given: dict[str, Any], weights: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of the whole in one process."""
+    model = build(config, dtype=dtype)
+    out = model(**given)
+    (out * weights).sum().backward()
+    return out.detach(), gradients(model)
+
+
+def part(model: AxialDiT, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of this rank."""
+    return given | {"video_tokens": given["video_tokens"][:, model.local_positions(given["grid"])]}
