@@ -36,6 +36,7 @@ from tools.attention_cases import DENSE, KINDS, OURS, AttentionCase, Passes, Unf
 from tools.attention_check import AttentionSample, sample_attention
 from tools.attention_report import markdown_report, text_report
 from tools.attention_rounds import Clock, time_in_turns, time_lists
+from tools.sp_command import in_a_line
 
 IMPLEMENTATIONS = {**OURS, **BASELINES}
 DIRECTIONS = ("forward", "backward")
@@ -172,7 +173,7 @@ class Bench:
         except UnfitError as error:
             return str(error)
         except Exception as error:  # Libraries fail in any way; the others are measured all the same.
-            return _in_a_line(error)
+            return in_a_line(error)
 
     def _run_direction(
         self, about: Mapping[str, Any], made: Mapping[str, Passes | str], sample: AttentionSample, flop: float
@@ -222,7 +223,7 @@ class Bench:
             peak_mib, added_mib = self.clock.peak_mib(lambda: results.append(call()))
             errors = (sample.errors_forward if direction == "forward" else sample.errors_backward)(*results.pop())
         except Exception as error:  # As above.
-            return {"fail": _in_a_line(error)}
+            return {"fail": in_a_line(error)}
         return {"fail": sample.wrong(errors), "errors": errors, "peak_mib": peak_mib, "added_mib": added_mib}
 
     def report(self) -> dict[str, Any]:
@@ -243,11 +244,6 @@ class Bench:
             "records": self.records,
             "lists": self.lists,
         }
-
-
-def _in_a_line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:300]}"
 
 
 def _block(text: str) -> tuple[int, int]:

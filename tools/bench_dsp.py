@@ -12,7 +12,6 @@ turns, and a time is that of the slowest rank. Sums of gradients over ranks, ali
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ if not __package__:  # Run by its path: the repository is not on sys.path.
 
 from dbsp_megatron import __version__
 from dbsp_megatron.dsp import unit_plan_of
-from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.environment import collect_environment
 from tools.device_timing import Ranks
 from tools.dsp_entries import STRATEGIES, AloneEntry, DspEntry, make_entry
@@ -34,6 +32,15 @@ from tools.dsp_model import SHAPES, DspShape, find_shape, make_parameters, run_w
 from tools.dsp_parts import ModelEntry, Problem
 from tools.dsp_report import markdown_report, text_report
 from tools.link_bytes import counting
+from tools.sp_command import (
+    Files,
+    add_measuring_flags,
+    check_measured,
+    in_a_line,
+    measure,
+    measuring_options,
+    report_files,
+)
 from tools.sp_entries import forward, forward_backward, same_everywhere
 from tools.sp_rounds import Together
 
@@ -65,20 +72,12 @@ class DspConfig:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be of {', '.join(DTYPES)}, got {self.dtype!r}: use one of them")
+        check_measured(self, DTYPES)
         for name in self.strategies:
             if name not in STRATEGIES:
                 raise ValueError(f"--strategy must be of {', '.join(map(repr, STRATEGIES))}, got {name!r}: use these")
-        for flag, least in (("rounds", 1), ("budget_ms", 1e-3)):
-            if not least <= getattr(self, flag) < float("inf"):
-                raise ValueError(
-                    f"--{flag.replace('_', '-')} must be at least {least}, got {getattr(self, flag)}: raise it"
-                )
         if min(self.simulated, default=1) < 1 or (self.ranks_per_node or 1) < 1:
             raise ValueError("--simulate and --ranks-per-node must be at least 1: raise them")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a CUDA device and torch finds none: pass --device cpu")
 
 
 def ranks_used(shape: DspShape, num_ranks: int) -> dict[str, Any]:
@@ -177,7 +176,7 @@ class DspBench:
         try:
             entry = make_entry(strategy, problem, self.ranks)
         except ValueError as error:
-            reason = _in_a_line(error)
+            reason = in_a_line(error)
         reason = self.together.first_problem(reason)
         if reason is not None:
             self.missing[f"{strategy}, {problem.shape.name}"] = reason
@@ -193,7 +192,7 @@ class DspBench:
         try:
             results = forward_backward(entry)
         except Exception as error:  # One that fails in any way must not stop the others.
-            problem = _in_a_line(error)
+            problem = in_a_line(error)
         problem = self.together.first_problem(problem)
         if problem is not None:
             return problem, None
@@ -272,11 +271,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def parse_flags(argv: Sequence[str] | None) -> tuple[DspConfig, dict[str, Path | None]]:
+def parse_flags(argv: Sequence[str] | None) -> tuple[DspConfig, Files]:
     """Command line -> what to measure and the files to write, by format.
 
     Raises:
@@ -295,58 +290,24 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[DspConfig, dict[str, Path |
         "--simulate", nargs="+", type=int, default=[8, 32, 64], metavar="RANKS",
         help="also say how much of so many ranks is used (8 32 64)",
     )  # fmt: skip
-    parser.add_argument("--dtype", help=f"of {', '.join(DTYPES)} (bfloat16, on CPU float32)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every strategy (%(default)s)")
-    parser.add_argument("--budget-ms", type=float, default=150, help="milliseconds of a turn (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and input (%(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", type=Path, help="file of everything that was found")
-    parser.add_argument("--markdown", type=Path, help="file of the tables")
+    add_measuring_flags(parser, DTYPES)
     options = parser.parse_args(argv)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     sizes = {"head_dim": options.head_dim, "batch": options.batch, "pairs": options.pairs}
     config = DspConfig(
-        device=device,
-        dtype=options.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        **measuring_options(options),
         shapes=tuple(find_shape(name, **sizes) for name in options.shape),
         strategies=tuple(dict.fromkeys(options.strategy)),
         ranks_per_node=options.ranks_per_node,
         simulated=tuple(options.simulate),
-        rounds=options.rounds,
-        budget_ms=options.budget_ms,
         seed=options.seed,
     )
-    files = {"json": options.json, "markdown": options.markdown}
-    for flag, path in files.items():
-        if path is not None and path.is_dir():
-            raise ValueError(f"--{flag} {path} is a folder: name a file in it")
-    return config, files
+    return config, report_files(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for flags that cannot be, 1 if anything was wrong."""
-    try:
-        config, files = parse_flags(argv)
-        ranks = Ranks(config.device)
-    except ValueError as error:
-        print(f"bench_dsp: {error}", file=sys.stderr)
-        return 2
-    try:
-        bench = DspBench(config, ranks)
-        bench.run()
-        report = bench.report()
-        if ranks.rank == 0:
-            print(text_report(report), flush=True)
-            if files["json"] is not None:
-                write_text(files["json"], json.dumps(report, indent=1) + "\n")
-            if files["markdown"] is not None:
-                write_text(files["markdown"], markdown_report(report))
-    except ValueError as error:
-        print(f"bench_dsp: {error}", file=sys.stderr)
-        return 2
-    finally:
-        ranks.close()
-    return 0 if bench.records and all(record["ms"] is not None for record in bench.records) else 1
+    return measure("bench_dsp", lambda: parse_flags(argv), DspBench, (text_report, markdown_report), complete=True)
 
 
 if __name__ == "__main__":

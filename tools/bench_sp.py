@@ -26,12 +26,20 @@ if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from dbsp_megatron import BlockMask, __version__
-from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.environment import collect_environment
 from tools.attention_cases import AttentionCase
 from tools.attention_check import AttentionSample, sample_attention
 from tools.device_timing import Ranks
 from tools.sp_cases import DENSE, SHAPES, MaskChoice, Mesh, Shape, choices, find_shape, parse_mesh, with_imbalance
+from tools.sp_command import (
+    Files,
+    add_measuring_flags,
+    check_measured,
+    in_a_line,
+    measure,
+    measuring_options,
+    report_files,
+)
 from tools.sp_entries import (
     ALONE,
     STRATEGIES,
@@ -87,17 +95,9 @@ class SpConfig:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be of {', '.join(DTYPES)}, got {self.dtype!r}: use one of them")
-        for flag, least in (("rounds", 1), ("budget_ms", 1e-3)):
-            if not least <= getattr(self, flag) < float("inf"):
-                raise ValueError(
-                    f"--{flag.replace('_', '-')} must be at least {least}, got {getattr(self, flag)}: raise it"
-                )
+        check_measured(self, DTYPES)
         if any(size < 1 for size in self.block_sizes):
             raise ValueError(f"--block-size must be at least 1, got {min(self.block_sizes)}: pass 64 or 128")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a CUDA device and torch finds none: pass --device cpu")
 
 
 class SpBench:
@@ -180,9 +180,9 @@ class SpBench:
         try:
             entry = YunchangEntry(mesh, problem, self.ranks)
         except ImportError as error:
-            reason = f"not installed: {_in_a_line(error)}"
+            reason = f"not installed: {in_a_line(error)}"
         except ValueError as error:
-            reason = _in_a_line(error)
+            reason = in_a_line(error)
         reason = self.together.first_problem(reason)
         if reason is not None:
             self.missing[f"yunchang {mesh[0]}x{mesh[1]}"] = reason
@@ -233,7 +233,7 @@ class SpBench:
             run()
             peak, added = self.together.clock.peak_mib(lambda: results.append(run()))
         except Exception as error:  # Other packages fail in any way; the others are measured all the same.
-            problem = _in_a_line(error)
+            problem = in_a_line(error)
         problem = self.together.first_problem(problem)
         if problem is not None:
             return {"fail": problem, "errors": {}, "added_mib": []}
@@ -276,7 +276,7 @@ class SpBench:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()
         except (RuntimeError, MemoryError, ValueError) as error:
-            problem = _in_a_line(error)
+            problem = in_a_line(error)
         return self.together.first_problem(problem)
 
     def report(self) -> dict[str, Any]:
@@ -298,10 +298,6 @@ class SpBench:
         }
 
 
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def _setting(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
@@ -312,7 +308,7 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, dict[str, Path | None]]:
+def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, Files]:
     """Command line -> what to measure and the files to write, by format.
 
     Raises:
@@ -337,17 +333,10 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, dict[str, Path | 
     parser.add_argument("--exchange-chunks", default="auto", help="chunks of heads, of our strategies (auto)")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of SequenceParallelConfig, for all")
     parser.add_argument("--dbsp-set", nargs="+", default=[], metavar="KEY=VALUE", help="the same, for dbsp alone")
-    parser.add_argument("--dtype", help=f"of {', '.join(DTYPES)} (bfloat16, on CPU float32)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every strategy (%(default)s)")
-    parser.add_argument("--budget-ms", type=float, default=150, help="milliseconds of a turn (%(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", type=Path, help="file of everything that was found")
-    parser.add_argument("--markdown", type=Path, help="file of the tables")
+    add_measuring_flags(parser, DTYPES)
     options = parser.parse_args(argv)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     config = SpConfig(
-        device=device,
-        dtype=options.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        **measuring_options(options),
         shapes=tuple(find_shape(name, options.head_dim) for name in options.shape),
         block_sizes=tuple(options.block_size),
         candidates=tuple(choices(options.kind, options.density, options.seed)),
@@ -358,41 +347,14 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, dict[str, Path | 
         exchange_chunks=int(chunks) if (chunks := options.exchange_chunks).isdigit() else chunks,
         settings=dict(map(_setting, options.set)),
         dbsp_settings=dict(map(_setting, options.dbsp_set)),
-        rounds=options.rounds,
-        budget_ms=options.budget_ms,
         seed=options.seed[0],
     )
-    files = {"json": options.json, "markdown": options.markdown}
-    for flag, path in files.items():
-        if path is not None and path.is_dir():
-            raise ValueError(f"--{flag} {path} is a folder: name a file in it")
-    return config, files
+    return config, report_files(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for flags that cannot be, 1 if nothing could be measured."""
-    try:
-        config, files = parse_flags(argv)
-        ranks = Ranks(config.device)
-    except ValueError as error:
-        print(f"bench_sp: {error}", file=sys.stderr)
-        return 2
-    try:
-        bench = SpBench(config, ranks)
-        bench.run()
-        report = bench.report()
-        if ranks.rank == 0:
-            print(text_report(report), flush=True)
-            if files["json"] is not None:
-                write_text(files["json"], json.dumps(report, indent=1) + "\n")
-            if files["markdown"] is not None:
-                write_text(files["markdown"], markdown_report(report))
-    except ValueError as error:
-        print(f"bench_sp: {error}", file=sys.stderr)
-        return 2
-    finally:
-        ranks.close()
-    return 0 if any(record["ms"] is not None for record in bench.records) else 1
+    return measure("bench_sp", lambda: parse_flags(argv), SpBench, (text_report, markdown_report), complete=False)
 
 
 if __name__ == "__main__":
