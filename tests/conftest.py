@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
@@ -31,6 +32,9 @@ KERNELS = REPO_ROOT / "kernels"
 def pytest_configure(config: pytest.Config) -> None:
     """One thread per process: ranks are processes, and xdist workers share the cores."""
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Started in the background; what tests start would ignore Ctrl-C as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # On first use torch.device("meta") remembers torch's constructors; the poisoned ones would allocate real memory.
     with torch.device("meta"):
         torch.empty(0)
