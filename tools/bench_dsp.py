@@ -23,9 +23,7 @@ import torch
 if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from dbsp_megatron import __version__
 from dbsp_megatron.dsp import unit_plan_of
-from dbsp_megatron.observability.environment import collect_environment
 from tools.device_timing import Ranks
 from tools.dsp_entries import STRATEGIES, AloneEntry, DspEntry, make_entry
 from tools.dsp_model import SHAPES, DspShape, find_shape, make_parameters, run_whole
@@ -40,6 +38,7 @@ from tools.sp_command import (
     measure,
     measuring_options,
     report_files,
+    report_head,
 )
 from tools.sp_entries import forward, forward_backward, same_everywhere
 from tools.sp_rounds import Together
@@ -237,20 +236,10 @@ class DspBench:
 
     def report(self) -> dict[str, Any]:
         """Everything found, as JSON values."""
-        found = collect_environment(world_size=self.ranks.size)
-        versions = {name: version for name, version in found["packages"].items() if version}
-        versions["dbsp_megatron"] = __version__
-        if self.ranks.device.type == "cuda":
-            versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         numbers = dict.fromkeys((self.ranks.size, *self.config.simulated))
         return {
-            "config": asdict(self.config),
-            "num_ranks": self.ranks.size,
+            **report_head(self.config, self.ranks),
             "ranks_per_node": self.per_node,
-            "devices": found["devices"] if self.ranks.device.type == "cuda" else ["cpu"],
-            "git": found["git"],
-            "command": found["command"],
-            "versions": versions,
             "missing": self.missing,
             "ranks_used": [ranks_used(shape, number) for shape in self.config.shapes for number in numbers],
             "records": self.records,

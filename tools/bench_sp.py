@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ import torch
 if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from dbsp_megatron import BlockMask, __version__
-from dbsp_megatron.observability.environment import collect_environment
+from dbsp_megatron import BlockMask
 from tools.attention_cases import AttentionCase
 from tools.attention_check import AttentionSample, sample_attention
 from tools.device_timing import Ranks
@@ -39,6 +38,7 @@ from tools.sp_command import (
     measure,
     measuring_options,
     report_files,
+    report_head,
 )
 from tools.sp_entries import (
     ALONE,
@@ -281,18 +281,8 @@ class SpBench:
 
     def report(self) -> dict[str, Any]:
         """Everything found, as JSON values."""
-        found = collect_environment(world_size=self.ranks.size)
-        versions = {name: version for name, version in found["packages"].items() if version}
-        versions["dbsp_megatron"] = __version__
-        if self.ranks.device.type == "cuda":
-            versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         return {
-            "config": asdict(self.config),
-            "num_ranks": self.ranks.size,
-            "devices": found["devices"] if self.ranks.device.type == "cuda" else ["cpu"],
-            "git": found["git"],
-            "command": found["command"],
-            "versions": versions,
+            **report_head(self.config, self.ranks),
             "missing": self.missing,
             "records": self.records,
         }

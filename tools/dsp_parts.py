@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Problem:
     dout: Tensor
 
 
-class ModelEntry:
+class ModelEntry(ABC):
     """The model on this rank; collective. Subclasses say how tensors are cut.
 
     Args:
@@ -54,13 +55,13 @@ class ModelEntry:
         """This rank's part of a parameter."""
         return x.detach().clone()
 
+    @abstractmethod
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of a tensor like the input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, x: Tensor) -> Tensor:
         """The tensor of which all ranks hold parts."""
-        raise NotImplementedError
 
     def whole_gradient(self, name: str, grad: Tensor) -> Tensor:
         """Gradient of a parameter, summed over the ranks; half precision in fp32."""
@@ -76,14 +77,15 @@ class ModelEntry:
             x = run_block(self.parameters, block, x, self._attention(block, dim), self.shape.head_dim)
         return x
 
+    @abstractmethod
     def _attention(self, block: str, dim: str) -> Attend:
-        raise NotImplementedError
+        """What computes the attention of a block along a dim."""
 
+    @abstractmethod
     def expected_bytes(self, backward: bool) -> list[int]:
         """Bytes that each rank sends in a forward pass, or in the backward pass after it, from lengths alone."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release what it holds."""
 
 

@@ -6,12 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from dbsp_megatron import __version__
 from dbsp_megatron.observability.atomic_file import write_text
+from dbsp_megatron.observability.environment import collect_environment
 from tools.device_timing import Ranks
 
 Files = Mapping[str, Path | None]
@@ -150,6 +153,28 @@ def measure(
         ranks.close()
     timed = [record["ms"] is not None for record in bench.records]
     return 0 if timed and (all(timed) if complete else any(timed)) else 1
+
+
+def report_head(config: Any, ranks: Ranks) -> dict[str, Any]:
+    """What was run where and with which versions, as JSON values.
+
+    Args:
+        config: a dataclass.
+        ranks: the ranks.
+    """
+    found = collect_environment(world_size=ranks.size)
+    versions = {name: version for name, version in found["packages"].items() if version}
+    versions["dbsp_megatron"] = __version__
+    if ranks.device.type == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {
+        "config": asdict(config),
+        "num_ranks": ranks.size,
+        "devices": found["devices"] if ranks.device.type == "cuda" else ["cpu"],
+        "git": found["git"],
+        "command": found["command"],
+        "versions": versions,
+    }
 
 
 def in_a_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from dbsp_megatron.infer.pipeline import SamplingPipeline
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
 from tests.harness import run_ranks
-from tests.integration.training import make_config, make_trainer, this_world, whole_state
+from tests.integration.training import make_config, make_trainer, save_first_step, this_world, whole_state
 
 SPACE_TIME = """
 hidden_size: 24
@@ -137,15 +137,7 @@ def test_metrics_count_what_the_switches_send(tmp_path: Path) -> None:
 
 
 def _saved_run(root: Path) -> None:
-    trainer = make_trainer(dsp_config(root, ema_decay=0.5))
-    trainer.train_step(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in whole_state(trainer).items():
-            if name.startswith("ema."):
-                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
-    trainer.steps_done = 1
-    trainer.save()
+    save_first_step(make_trainer(dsp_config(root, ema_decay=0.5)))
 
 
 def _sampling(root: Path, ranks: int, **sample: Any) -> InferConfig:

@@ -104,6 +104,18 @@ def whole_state(trainer: Trainer) -> dict[str, Tensor]:
     return {name: gathered(tensor) for name, tensor in trainer.engine.state().items()}
 
 
+def save_first_step(trainer: Trainer) -> None:
+    """One step, saved; its averaged weights are then spread out, so that they say more than their initial zeros."""
+    trainer.train_step(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in whole_state(trainer).items():
+            if name.startswith("ema."):
+                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
+    trainer.steps_done = 1
+    trainer.save()
+
+
 def weights(trainer: Trainer) -> Tensor:
     """All weights as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in trainer.engine.module.parameters()])
