@@ -168,10 +168,12 @@ class Trainer:
                 if stopping or self._is_due(config.train.checkpoint_every):
                     self.save()
                 if stopping:
+                    kept = config.train.keep_last > 0
                     logger.info(
-                        "stopped by %s after step %d, checkpoint saved; run the same command to go on",
+                        "stopped by %s after step %d, %s",
                         stop.reason or "another rank's request",
                         self.steps_done,
+                        "checkpoint saved; run the same command to go on" if kept else "no checkpoint is kept",
                     )
                     return 0
             self.save()
@@ -285,8 +287,11 @@ class Trainer:
         return total / count
 
     def save(self) -> None:
-        """Write a checkpoint of the present step, unless it exists; collective. See `train.async_checkpoint`."""
-        if self._last_saved == self.steps_done:
+        """Write a checkpoint of the present step, unless it exists or none is kept; collective.
+
+        See `train.async_checkpoint`.
+        """
+        if self._last_saved == self.steps_done or self.config.train.keep_last == 0:
             return
         state = {
             "model": dataclasses.asdict(self.model_config),
