@@ -89,7 +89,7 @@ class TrainingBench:
             profile=given.profile,
             extra=tuple(given.extra),
         )
-        self.cases = all_cases(given.engines, given.strategies, given.masks, given.recompute, given.block_size)
+        self.cases = all_cases(given.engines, given.strategies, given.masks, given.recompute, given.compile, given.block_size)
         self._again, self._peak = given.again, given.peak_tflops
         self._path = given.output / "results.json"
         self.settings = {key: getattr(self.workspace, key) for key in _FIXED}
@@ -197,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", nargs="+", default=["none"], help="sp.strategy, such as usp and dbsp")
     parser.add_argument("--masks", nargs="+", default=["dense", "topk:density=0.2"])
     parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=["none"])
+    parser.add_argument("--compile", nargs="+", choices=("on", "off"), default=["on"], help="train.compile (on)")
     parser.add_argument("--block-size", nargs="+", type=int, default=[128])
     parser.add_argument("--nproc", type=int, default=1, help="ranks, one device each")
     parser.add_argument("--ulysses-degree", type=int, help="of meshes on several ranks; default the strategy's own")

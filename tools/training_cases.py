@@ -40,13 +40,15 @@ class TrainingCase:
     mask: str
     """As on the command line: `NAME:key=value,...`, NAME a method or a kind of structured mask."""
     recompute: str
+    compile: str
+    """`on`: pointwise parts are compiled, `train.compile`; `off`."""
     block_size: int
 
     @property
     def label(self) -> str:
         """A name that a folder can have."""
         mask = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in self.mask)
-        return f"{self.engine}-{self.strategy}-{mask}-{self.recompute}-b{self.block_size}"
+        return f"{self.engine}-{self.strategy}-{mask}-{self.recompute}-compile_{self.compile}-b{self.block_size}"
 
 
 def parse_mask(text: str) -> MaskCase:
@@ -73,12 +75,15 @@ def all_cases(
     strategies: Sequence[str],
     masks: Sequence[str],
     recompute: Sequence[str],
+    compiles: Sequence[str],
     block_sizes: Sequence[int],
 ) -> list[TrainingCase]:
     """The cross product, each once, with dense masks first: others are compared with them."""
     made = (
-        TrainingCase(engine=engine, strategy=strategy, mask=mask, recompute=kind, block_size=size)
-        for size, strategy, kind, engine, mask in product(block_sizes, strategies, recompute, engines, masks)
+        TrainingCase(engine=engine, strategy=strategy, mask=mask, recompute=kind, compile=on, block_size=size)
+        for size, strategy, on, kind, engine, mask in product(
+            block_sizes, strategies, compiles, recompute, engines, masks
+        )
     )
     return sorted(dict.fromkeys(made), key=lambda case: parse_mask(case.mask).name != "dense")
 
@@ -149,6 +154,7 @@ class Workspace:
             *self._mask_flags(case),
             f"--train.engine={case.engine}",
             f"--train.recompute={'false' if case.recompute == 'none' else case.recompute}",
+            f"--train.compile={'true' if case.compile == 'on' else 'false'}",
             f"--train.precision={self.precision}",
             f"--train.device={self.device}",
             f"--train.steps={steps}",

@@ -8,7 +8,7 @@ from typing import Any
 from tools.sp_report import commit_of, markdown_table
 from tools.tables import aligned
 
-_SAME = ("engine", "strategy", "mask", "recompute", "block_size")
+_SAME = ("engine", "strategy", "mask", "recompute", "compile", "block_size")
 
 
 def add_ratios(records: Sequence[dict[str, Any]]) -> None:
@@ -50,7 +50,7 @@ def _gap(first: Sequence[float | None] | None, second: Sequence[float | None] | 
 
 def text_report(report: Mapping[str, Any]) -> str:
     """Tables for a terminal."""
-    parts = [headline(report), aligned(_speeds(report), 5), aligned(_attention(report), 5)]
+    parts = [headline(report), aligned(_speeds(report), 6), aligned(_attention(report), 6)]
     return "\n\n".join([*parts, "\n".join(_notes(report))])
 
 
@@ -84,7 +84,7 @@ def _cell(value: float | None, form: str) -> str:
 
 def _speeds(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [
-        ("engine", "strategy", "mask", "recompute", "block", "step s", "fastest", "slowest", "tokens/s", "over dense",
+        ("engine", "strategy", "mask", "recompute", "compile", "block", "step s", "fastest", "slowest", "tokens/s", "over dense",
          "over usp", "of native", "MFU", "HFU", "dense equiv.", "peak GiB")
     ]  # fmt: skip
     for record in report["records"]:
@@ -97,7 +97,7 @@ def _speeds(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _attention(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [
-        ("engine", "strategy", "mask", "recompute", "block", "density", "kernel ms", "of step", "forward ms",
+        ("engine", "strategy", "mask", "recompute", "compile", "block", "density", "kernel ms", "of step", "forward ms",
          "exposed ms", "kernel TFLOP/s", "rho_s before", "after", "first step s", "last loss", "loss gap")
     ]  # fmt: skip
     for record in report["records"]:

@@ -71,6 +71,9 @@ class LoopConfig:
     recompute: bool | Literal["selective", "full"] = False
     """Recompute activations in the backward pass instead of storing them: `full` (or true) everything, `selective` all
     but the attention of tokens, which takes most of the time of a long sequence and little memory."""
+    compile: bool = False
+    """Compile norms, modulation and rotary embedding of layers with torch.compile: less time and less memory for
+    activations, after about a minute at the start; attention and matrix products stay as they are."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution of training timesteps: flat, sigmoid of a normal, or SD3's mode sampling."""
     logit_mean: float = 0.0

@@ -20,6 +20,7 @@ from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
 from dbsp_megatron.models.dit.lora import is_adapter
 from dbsp_megatron.models.dit.lora_layers import add_lora
+from dbsp_megatron.models.dit.pointwise import compile_pointwise
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
@@ -81,6 +82,8 @@ class Trainer:
             sequence_parallel=config.parallel.sequence_parallel,
         ).to(world.device)
         add_lora(module, config.lora)
+        if loop.compile:
+            compile_pointwise(module)
         self.engine = build_engine(module, config, world, self.mesh)
         self.sharded = shard_model(
             self.engine.forward,

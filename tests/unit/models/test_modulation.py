@@ -8,7 +8,7 @@ import torch
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.embeddings import sinusoidal_features
 from dbsp_megatron.models.dit.layers import DiTLayer
-from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, add_gated, modulate
+from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, add_gated, by_stream, modulate
 from dbsp_megatron.models.dit.tokens import locate_tokens
 from tests.unit.models.cores import MODES, make_model, tiny_config
 
@@ -25,7 +25,7 @@ def test_modulate_and_add_gated_choose_the_stream_per_token(num_streams: int) ->
     tokens = locate_tokens(positions, (2, 2, 2), text_len=2, rope_axes=(0, 0, 4), rope_theta=10.0)
     x, update = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
     shift, scale, gate = torch.randn(3, num_streams, 3, 4)
-    modulated = modulate(x, shift, scale, tokens)
+    modulated = by_stream(modulate, (x,), (shift, scale), tokens)
     gated = add_gated(x, update, gate, tokens)
     for token in range(5):
         stream = int(is_text[token]) if num_streams == 2 else 0
