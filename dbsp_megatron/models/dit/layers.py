@@ -35,7 +35,7 @@ class DiTLayerSubmodules:
 
 def _run_mlp(mlp: MLP, x: Tensor) -> Tensor:
     out, bias = mlp(x)
-    summed: Tensor = out if bias is None else out + bias
+    summed: Tensor = out if bias is None else out + bias.to(out.dtype)
     return summed
 
 

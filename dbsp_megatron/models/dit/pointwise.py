@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Lengths differ from rank to rank, and from one clip to the next.
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    # Lengths differ from rank to rank, and from one clip to the next. With more kinds of calls than torch.compile keeps
+    # graphs for, the plain function takes over.
+    return torch.compile(function, dynamic=True)
 
 
 def pointwise(function: Callable[..., Tensor], compiles: bool) -> Callable[..., Tensor]:

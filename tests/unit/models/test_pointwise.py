@@ -25,7 +25,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         names.append(function.__name__)
         # The partitioner is that of the default back end: it chooses what is kept.
-        return torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager_decomp_partition")
+        return torch.compile(function, dynamic=True, backend="aot_eager_decomp_partition")
 
     monkeypatch.setattr(pointwise, "_compiled", compiled)
     yield names
