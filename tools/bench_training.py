@@ -66,7 +66,7 @@ class TrainingBench:
         given: parsed arguments.
 
     Raises:
-        ValueError: arguments that cannot be, a case that dbsp-train refuses, or a folder with results of other settings.
+        ValueError: arguments that cannot be, a case that dbsp-train refuses, or the folder holds other results.
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -89,7 +89,9 @@ class TrainingBench:
             profile=given.profile,
             extra=tuple(given.extra),
         )
-        self.cases = all_cases(given.engines, given.strategies, given.masks, given.recompute, given.compile, given.block_size)
+        self.cases = all_cases(
+            given.engines, given.strategies, given.masks, given.recompute, given.compile, given.block_size
+        )
         self._again, self._peak = given.again, given.peak_tflops
         self._path = given.output / "results.json"
         self.settings = {key: getattr(self.workspace, key) for key in _FIXED}
@@ -119,9 +121,7 @@ class TrainingBench:
                 continue
             found = self.workspace.run(case)
             self.records[case.label] = {**asdict(case), **found}
-            write_text(
-                self._path, json.dumps({"settings": self.settings, "records": self.records}, indent=1) + "\n"
-            )
+            write_text(self._path, json.dumps({"settings": self.settings, "records": self.records}, indent=1) + "\n")
             said = found["fail"] or f"{found['step_s']:.3f} s a step, {found['peak_gib']:.1f} GiB"
             print(f"{number}/{len(self.cases)} {case.label}: {said}", file=sys.stderr, flush=True)
 
@@ -192,7 +192,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of data, runs and results")
     parser.add_argument("--model", default="wan2_1_1_3b", help="as of dbsp-train (%(default)s)")
-    parser.add_argument("--latents", default="21x60x104", help="frames, rows, columns; 81 frames of 480x832 (%(default)s)")
+    parser.add_argument(
+        "--latents", default="21x60x104", help="frames, rows, columns; 81 frames of 480x832 (%(default)s)"
+    )
     parser.add_argument("--engines", nargs="+", choices=_ENGINES, default=["native"])
     parser.add_argument("--strategies", nargs="+", default=["none"], help="sp.strategy, such as usp and dbsp")
     parser.add_argument("--masks", nargs="+", default=["dense", "topk:density=0.2"])

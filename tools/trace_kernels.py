@@ -61,10 +61,12 @@ def kernel_table(events: Sequence[dict[str, Any]], top: int) -> str:
     sums: dict[str, list[float]] = {}
     for event in chosen:
         sums.setdefault(str(event["name"]), []).append(float(event["dur"]))
-    steps = [event for event in events if str(event["name"]).startswith("step ") and event.get("cat") in ("user_annotation",)]
+    steps = [
+        event for event in events if str(event["name"]).startswith("step ") and event.get("cat") in ("user_annotation",)
+    ]
     span = sum(float(event["dur"]) for event in steps)
     total = sum(map(sum, sums.values()))
-    rows = [("name", "calls", "ms", "of all", "mean us")]
+    rows: list[tuple[str, ...]] = [("name", "calls", "ms", "of all", "mean us")]
     largest = sorted(sums.items(), key=lambda item: -sum(item[1]))
     for name, times in largest[:top]:
         rows.append(_row(name, times, total))

@@ -158,6 +158,8 @@ class Workspace:
             f"--train.precision={self.precision}",
             f"--train.device={self.device}",
             f"--train.steps={steps}",
+            # A run that is traced has one step more, and is to learn the same.
+            "--optim.schedule=constant",
             f"--train.global_batch_size={self.global_batch_size}",
             f"--train.micro_batch_size={self.micro_batch_size}",
             "--train.keep_last=0",
@@ -223,7 +225,7 @@ class Workspace:
         code, said = _run(self.command(case), self.timeout_s, self.num_ranks)
         rows = read_metrics(folder / FILE_NAME) if (folder / FILE_NAME).exists() else []
         done = [row for row in rows if row["step"] <= self.steps]
-        found = measured(done, self.warmup) if len(done) == self.steps else {"fail": None}
+        found: dict[str, Any] = measured(done, self.warmup) if len(done) == self.steps else {"fail": None}
         if code != 0 or len(done) < self.steps:
             found["fail"] = _why(code, said)
         trace = folder / "profile" / "rank_00000.json.gz"

@@ -84,8 +84,8 @@ def _cell(value: float | None, form: str) -> str:
 
 def _speeds(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [
-        ("engine", "strategy", "mask", "recompute", "compile", "block", "step s", "fastest", "slowest", "tokens/s", "over dense",
-         "over usp", "of native", "MFU", "HFU", "dense equiv.", "peak GiB")
+        ("engine", "strategy", "mask", "recompute", "compile", "block", "step s", "fastest", "slowest", "tokens/s",
+         "over dense", "over usp", "of native", "MFU", "HFU", "dense equiv.", "peak GiB")
     ]  # fmt: skip
     for record in report["records"]:
         cells = [("step_s", ".3f"), ("fastest_s", ".3f"), ("slowest_s", ".3f"), ("tokens_per_s", ".0f"),
@@ -114,11 +114,11 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     products, attention = (report["forward_flops"][key] / 1e12 for key in ("products", "attention"))
     peak = report["peak_tflops"]
     notes = [
-        f"model operations of a step: 3 x ({products:.1f} + density x {attention:.1f}) TFLOP: every matrix product, and "
-        "4 B H D S^2 of attention a layer, of dense blocks only; MFU is over "
+        f"model operations of a step: 3 x ({products:.1f} + density x {attention:.1f}) TFLOP: every matrix product, "
+        "and 4 B H D S^2 of attention a layer, of dense blocks only; MFU is over "
         + (f"{peak:g} TFLOP/s a rank" if peak else "the peak, which is not known here: give --peak-tflops"),
-        "HFU counts what is carried out: 3.5 x attention, and what is recomputed; dense equiv. counts the dense model's "
-        "operations over the same time, and is no use of the hardware",
+        "HFU counts what is carried out: 3.5 x attention, and what is recomputed; dense equiv. counts the dense "
+        "model's operations over the same time, and is no use of the hardware",
         "a step is from loading its clips to its loss on the host, on rank 0; memory is what tensors took, of the rank "
         "that took most",
     ]

@@ -103,7 +103,7 @@ class HeadNorm(MegatronModule):
 def _rms_hidden(
     x: Tensor, weight: Tensor, eps: float, num_channels: int | None = None, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """RMS norm over heads and channels; over those of all tensor-parallel ranks, `num_channels`, if there is a group."""
+    """RMS norm over heads and channels; with a group, over the `num_channels` of all its ranks."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     square_sum = wide.square().sum(dim=(-2, -1), keepdim=True)
     if tp_group is not None:

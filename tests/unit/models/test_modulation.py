@@ -87,5 +87,11 @@ def test_layers_stay_narrow_under_autocast(text: str) -> None:
             )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(**make_inputs(config, torch.float32))
-    assert {name.rpartition(".")[2] for name in seen} >= {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "mlp"}
+    assert {name.rpartition(".")[2] for name in seen} >= {
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "mlp",
+    }
     assert set(seen.values()) == {torch.bfloat16}, seen

@@ -101,7 +101,11 @@ def test_strategies_on_two_ranks(tmp_path: Path, quick: list[str]) -> None:
     ],
 )
 def test_mistakes_are_named_before_anything_runs(
-    quick: list[str], capsys: pytest.CaptureFixture[str], words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    quick: list[str],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(training_cases, "_run", lambda *_: pytest.fail("a case ran"))
     assert bench_training.main([*quick, *words]) == 2

@@ -31,9 +31,7 @@ def test_kernels_are_summed_and_the_rest_is_one_row(tmp_path: Path, capsys: pyte
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*EVENTS, {"ph": "i", "name": "mark"}]}).encode()))
     assert trace_kernels.main([str(path), "--top", "1"]) == 0
     head, _, _, _, first, rest = capsys.readouterr().out.splitlines()
-    assert head == (
-        "4 kernels, 4.6 ms together, 3.6 ms at least one, in 1 step(s) of 5.0 ms together on the host"
-    )
+    assert head == ("4 kernels, 4.6 ms together, 3.6 ms at least one, in 1 step(s) of 5.0 ms together on the host")
     assert first.split() == ["gemm", "2", "3.00", "65.2%", "1500.0"]
     assert rest.split() == ["2", "others", "2", "1.60", "34.8%", "800.0"]
 
