@@ -5,7 +5,7 @@ Dims: n parameters, s tokens of the rank that holds most, B samples of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -215,6 +215,32 @@ def saved_by_model(model: DiTConfig, tokens: TokenFacts, batch: int, *, bf16: bo
 @cache
 def _saved(model: DiTConfig, number: int, num_text: int, batch: int, bf16: bool) -> int:
     """Bytes of the different tensors that autograd keeps, weights left out."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with model_without_data(model, number, num_text, batch) as (module, run):
+        weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run()
+        return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in weights)
+
+
+@contextmanager
+def model_without_data(
+    model: DiTConfig, number: int, num_text: int, batch: int
+) -> Iterator[tuple[VideoDiT, Callable[[], Tensor]]]:
+    """The model on tensors without data, attention cores left out, and what runs its forward pass; nothing is computed.
+
+    Args:
+        model: its description.
+        number: tokens, text in the sequence among them.
+        num_text: text tokens among them.
+        batch: samples B.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     num_video = number - num_text
@@ -227,14 +253,7 @@ def _saved(model: DiTConfig, number: int, num_text: int, batch: int, bf16: bool)
         rope_axes=model.rope_axes_dims,
         rope_theta=model.rope_theta,
     )
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _built(model) as module:
-        weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         located = _without_data(places, mode)
         # Where tokens are is looked up by value, which tensors without data do not have.
         module._locate = lambda *_: located  # type: ignore[assignment]
@@ -242,10 +261,7 @@ def _saved(model: DiTConfig, number: int, num_text: int, batch: int, bf16: bool)
         context = None
         if model.text != "none":
             context = torch.empty(batch, max(1, model.text_len), model.text_dim or 1)
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            module(video, torch.empty(batch), grid=grid, positions=positions, context=context)
-        return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in weights)
+        yield module, lambda: module(video, torch.empty(batch), grid=grid, positions=positions, context=context)
 
 
 @contextmanager

@@ -71,6 +71,9 @@ class LoopConfig:
     recompute: bool | Literal["selective", "full"] = False
     """Recompute activations in the backward pass instead of storing them: `full` (or true) everything, `selective` all
     but the attention of tokens, which takes most of the time of a long sequence and little memory."""
+    compile: bool = False
+    """Compile norms, modulation and rotary embedding of layers with torch.compile: less time and less memory for
+    activations, after about a minute at the start; attention and matrix products stay as they are."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution of training timesteps: flat, sigmoid of a normal, or SD3's mode sampling."""
     logit_mean: float = 0.0
@@ -94,7 +97,7 @@ class LoopConfig:
     checkpoint_every: int = 500
     """Steps between checkpoints; 0 writes one at the end only."""
     keep_last: int = 2
-    """Checkpoints to keep."""
+    """Checkpoints to keep; 0 writes none, for measurements: such a run cannot go on after its end."""
     async_checkpoint: bool = False
     """Copy the state to host memory and write it while training goes on; each rank copies what it writes."""
     log_every: int = 1
@@ -112,9 +115,9 @@ class LoopConfig:
     """Seconds after which a waiting collective fails."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "global_batch_size", "micro_batch_size", "keep_last", "log_every"):
+        for key in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
             require(getattr(self, key) >= 1, f"train.{key}", ">= 1", getattr(self, key))
-        for key in ("checkpoint_every", "eval_every", "eval_samples"):
+        for key in ("checkpoint_every", "keep_last", "eval_every", "eval_samples"):
             require(getattr(self, key) >= 0, f"train.{key}", ">= 0", getattr(self, key))
         require(self.seed >= -1, "train.seed", ">= 0, or -1 for a random one", self.seed)
         require(self.grad_clip >= 0, "train.grad_clip", ">= 0", self.grad_clip, "0 means no clipping")

@@ -22,6 +22,7 @@ _FREE_KEYS = frozenset(
     for key in ("steps", "micro_batch_size", "precision", "device", "recompute", "checkpoint_every", "keep_last")
 ) | {
     "train.engine",
+    "train.compile",
     "train.async_checkpoint",
     "train.log_every",
     "train.eval_every",

@@ -20,6 +20,7 @@ from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
 from dbsp_megatron.models.dit.lora import is_adapter
 from dbsp_megatron.models.dit.lora_layers import add_lora
+from dbsp_megatron.models.dit.pointwise import compile_pointwise
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
@@ -81,6 +82,8 @@ class Trainer:
             sequence_parallel=config.parallel.sequence_parallel,
         ).to(world.device)
         add_lora(module, config.lora)
+        if loop.compile:
+            compile_pointwise(module)
         self.engine = build_engine(module, config, world, self.mesh)
         self.sharded = shard_model(
             self.engine.forward,
@@ -168,10 +171,12 @@ class Trainer:
                 if stopping or self._is_due(config.train.checkpoint_every):
                     self.save()
                 if stopping:
+                    kept = config.train.keep_last > 0
                     logger.info(
-                        "stopped by %s after step %d, checkpoint saved; run the same command to go on",
+                        "stopped by %s after step %d, %s",
                         stop.reason or "another rank's request",
                         self.steps_done,
+                        "checkpoint saved; run the same command to go on" if kept else "no checkpoint is kept",
                     )
                     return 0
             self.save()
@@ -285,8 +290,11 @@ class Trainer:
         return total / count
 
     def save(self) -> None:
-        """Write a checkpoint of the present step, unless it exists; collective. See `train.async_checkpoint`."""
-        if self._last_saved == self.steps_done:
+        """Write a checkpoint of the present step, unless it exists or none is kept; collective.
+
+        See `train.async_checkpoint`.
+        """
+        if self._last_saved == self.steps_done or self.config.train.keep_last == 0:
             return
         state = {
             "model": dataclasses.asdict(self.model_config),

@@ -121,6 +121,17 @@ def test_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, cap
     assert "bytes" in refusals[0]
 
 
+def test_a_run_that_keeps_no_checkpoint_writes_none(tmp_path: Path) -> None:
+    """For measurements of large models; the steps are logged, and a second start begins anew."""
+    config = make_config(tmp_path, steps=2, global_batch_size=1, checkpoint_every=1, keep_last=0)
+    for _ in range(2):
+        trainer = make_trainer(config)
+        assert trainer.steps_done == 0
+        assert trainer.run() == 0
+        assert not list((tmp_path / "run").rglob("*.safetensors"))
+        assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+
 def test_a_new_run_does_not_mix_with_old_checkpoints(tmp_path: Path) -> None:
     config = make_config(tmp_path, steps=1, global_batch_size=1)
     assert make_trainer(config).run() == 0

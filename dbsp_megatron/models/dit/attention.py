@@ -18,6 +18,7 @@ from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear, whole_input
 from dbsp_megatron.models.dit.norms import HeadNorm
+from dbsp_megatron.models.dit.pointwise import pointwise
 from dbsp_megatron.models.dit.rope import apply_rotary
 from dbsp_megatron.models.dit.rows import padded_rows
 
@@ -100,6 +101,8 @@ class DiTSelfAttention(MegatronModule):
         pg_collection: Process groups.
     """
 
+    compiles = False
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -151,7 +154,8 @@ class DiTSelfAttention(MegatronModule):
             text, video = tokens.split(x)
             both = zip(self.text_qkv(text), self.qkv(video), strict=True)
             q, k, v = (tokens.merge(of_text, of_video) for of_text, of_video in both)
-        q, k = (apply_rotary(each, tokens.cos, tokens.sin) for each in (q, k))
+        rotate = pointwise(apply_rotary, self.compiles)
+        q, k = (rotate(each, tokens.cos, tokens.sin) for each in (q, k))
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, conditioning: Conditioning) -> Tensor:

@@ -35,7 +35,7 @@ class DiTLayerSubmodules:
 
 def _run_mlp(mlp: MLP, x: Tensor) -> Tensor:
     out, bias = mlp(x)
-    summed: Tensor = out if bias is None else out + bias
+    summed: Tensor = out if bias is None else out + bias.to(out.dtype)
     return summed
 
 
@@ -66,6 +66,8 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         pg_collection: Process groups.
         vp_stage: Megatron's virtual pipeline stage; not used.
     """
+
+    compiles = False
 
     def __init__(
         self,
@@ -128,9 +130,9 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
     def _add(self, x: Tensor, attended: Tensor, gate: Tensor, conditioning: Conditioning) -> Tensor:
         """What follows self-attention."""
         tokens, rows = conditioning.tokens, conditioning.rows
-        x = add_gated(x, attended, gate, rows)
+        x = add_gated(x, attended, gate, rows, self.compiles)
         if self.cross_attention is not None:
-            query = x if self.cross_norm is None else self.cross_norm(x).to(x.dtype)
+            query = x if self.cross_norm is None else self.cross_norm.narrow(x)
             x = (x + self.cross_attention(query, conditioning.context, conditioning.image_context)).to(x.dtype)
         normed, gate = self.mlp_norm(x, conditioning)
         if self.text_mlp is None:
@@ -138,7 +140,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         else:
             text, video = tokens.split(normed)
             update = tokens.merge(_run_mlp(self.text_mlp, text), _run_mlp(self.mlp, video))
-        return add_gated(x, update, gate, rows)
+        return add_gated(x, update, gate, rows, self.compiles)
 
 
 class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
@@ -157,6 +159,8 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
 
     Source: HunyuanVideo (arXiv 2412.03603).
     """
+
+    compiles = False
 
     def __init__(
         self,
@@ -195,4 +199,5 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
         return self._add(x, self.self_attention.output(out, conditioning), normed, gate, conditioning)
 
     def _add(self, x: Tensor, attended: Tensor, normed: Tensor, gate: Tensor, conditioning: Conditioning) -> Tensor:
-        return add_gated(x, attended + _run_mlp(self.mlp, normed), gate, conditioning.rows)
+        update = attended + _run_mlp(self.mlp, normed)
+        return add_gated(x, update, gate, conditioning.rows, self.compiles)

@@ -30,7 +30,8 @@ def whole_input(config: TransformerConfig) -> TransformerConfig:
 class ColumnLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` that needs no group, and issues no collective, on one rank.
 
-    `gather_output=True` also works on CPU tensors, where Megatron's gather asks for the current CUDA device.
+    It always adds its bias, in the matrix product: added behind it under autocast, an fp32 bias would make the result
+    fp32. `gather_output=True` also works on CPU tensors, where Megatron's gather asks for the current CUDA device.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ColumnLinear(ColumnParallelLinear):
         partial_use: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(input_size, output_size, gather_output=False, **kwargs)
+        super().__init__(input_size, output_size, gather_output=False, **kwargs | {"skip_bias_add": False})
         self.gathers = gather_output
         # Whether ranks apply the gathered output to tokens of their own: its gradient is then a sum over them.
         self.partial_use = partial_use
@@ -51,7 +52,7 @@ class ColumnLinear(ColumnParallelLinear):
             set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Maps [..., input_size] to [..., output_size / tp] and the bias that the caller is to add, if any.
+        """Maps [..., input_size] to [..., output_size / tp]; there is no bias left to add.
 
         With `gather_output` the result is [..., output_size] on every rank.
         """
@@ -61,12 +62,11 @@ class ColumnLinear(ColumnParallelLinear):
                 out = gather_last_dim(out, self.tp_group)
                 out = sum_gradient(out, self.tp_group) if self.partial_use else out
             return out, left_bias
-        bias = None if self.skip_bias_add else self.bias
-        return F.linear(input_, self.weight, bias), self.bias if self.skip_bias_add else None
+        return F.linear(input_, self.weight, self.bias), None
 
 
 class RowLinear(RowParallelLinear):
-    """`RowParallelLinear` that needs no group, and issues no collective, on one rank."""
+    """`RowParallelLinear` that needs no group, and issues no collective, on one rank, where it adds its bias itself."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
@@ -77,5 +77,4 @@ class RowLinear(RowParallelLinear):
         """Maps [..., input_size / tp] to the summed [..., output_size] and the bias left to add, if any."""
         if group_size(self.tp_group) > 1:
             return super().forward(input_)
-        bias = None if self.skip_bias_add else self.bias
-        return F.linear(input_, self.weight, bias), self.bias if self.skip_bias_add else None
+        return F.linear(input_, self.weight, self.bias), None

@@ -258,7 +258,7 @@ class VideoDiT(MegatronModule):
             if self._input is None:
                 raise ValueError("a later pipeline stage needs set_input_tensor() before forward; got no tensor")
             return self._input
-        x: Tensor = self.patch_embed(video_tokens).transpose(0, 1)
+        x: Tensor = self.patch_embed(video_tokens.transpose(0, 1))
         if self.dit_config.has_joint_text and context is not None and self.text_proj is not None:
             text = self.text_proj(context.index_select(1, tokens.text_positions)).transpose(0, 1)
             x = tokens.merge(text, x)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
@@ -13,37 +16,55 @@ from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.init_weights import mark_init, zero_init
 from dbsp_megatron.models.dit.linear import ColumnLinear, whole_input
+from dbsp_megatron.models.dit.pointwise import pointwise
 from dbsp_megatron.models.dit.tokens import LocalTokens
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, tokens: LocalTokens) -> Tensor:
-    """Computes `x * (1 + scale) + shift`, with the values of each token's stream.
+def by_stream(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], values: Sequence[Tensor], tokens: LocalTokens
+) -> Tensor:
+    """Computes `function(*tensors, *values)` with the values of each token's stream.
 
     Args:
-        x: [s_local, b, hidden].
-        shift: [num_streams, b, hidden]; stream 0 is video, stream 1 is text.
-        scale: [num_streams, b, hidden].
+        function: treats tokens one by one; returns [s, b, hidden].
+        tensors: [s_local, b, hidden] each.
+        values: [num_streams, b, hidden] each; stream 0 is video, stream 1 is text.
         tokens: Which of the tokens are text.
     """
-    if shift.shape[0] == 1:
-        return x * (1 + scale[0]) + shift[0]
-    text, video = tokens.split(x)
-    return tokens.merge(text * (1 + scale[1]) + shift[1], video * (1 + scale[0]) + shift[0])
+    if values[0].shape[0] == 1:
+        return function(*tensors, *(value[0] for value in values))
+    text, video = zip(*(tokens.split(tensor) for tensor in tensors), strict=True)
+    return tokens.merge(
+        function(*text, *(value[1] for value in values)), function(*video, *(value[0] for value in values))
+    )
 
 
-def add_gated(x: Tensor, update: Tensor, gate: Tensor, tokens: LocalTokens) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Computes `x * (1 + scale) + shift`."""
+    return x * (1 + scale) + shift
+
+
+def add_gated(x: Tensor, update: Tensor, gate: Tensor, tokens: LocalTokens, compiles: bool = False) -> Tensor:
     """Computes `x + gate * update` in the wider dtype and returns it in the dtype of `x`.
 
     Args:
         x: [s_local, b, hidden].
         update: [s_local, b, hidden].
-        gate: [num_streams, b, hidden]; stream 0 is video, stream 1 is text.
+        gate: [num_streams, b, hidden]; see `by_stream`.
         tokens: Which of the tokens are text.
+        compiles: see `pointwise`.
     """
-    if gate.shape[0] == 1:
-        return (x + gate[0] * update).to(x.dtype)
-    text, video = tokens.split(update)
-    return (x + tokens.merge(gate[1] * text, gate[0] * video)).to(x.dtype)
+    return by_stream(pointwise(_gated_sum, compiles), (x, update), (gate,), tokens)
+
+
+def _gated_sum(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    return (x + gate * update).to(x.dtype)
+
+
+def _modulated_norm(
+    eps: float, weight: Tensor | None, bias: Tensor | None, x: Tensor, shift: Tensor, scale: Tensor
+) -> Tensor:
+    return modulate(layer_norm(x, weight, bias, eps), shift, scale).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -55,6 +76,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 class AffineNorm(MegatronModule):
     """Layer norm, with or without a weight and a bias, computed in fp32."""
+
+    compiles = False
 
     def __init__(self, config: TransformerConfig, *, hidden_size: int, eps: float, affine: bool) -> None:
         super().__init__(config=config)
@@ -70,6 +93,14 @@ class AffineNorm(MegatronModule):
         """Normalises [..., hidden]; returns fp32, or fp64 for fp64 inputs."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
+    def narrow(self, x: Tensor) -> Tensor:
+        """The same in the dtype of `x`."""
+        return pointwise(_narrow_norm, self.compiles)(x, self.weight, self.bias, self.eps)
+
+
+def _narrow_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return layer_norm(x, weight, bias, eps).to(x.dtype)
+
 
 class AdaLayerNormZero(MegatronModule):
     """The norm before one sublayer, and the gate after it; everything starts at zero.
@@ -84,6 +115,8 @@ class AdaLayerNormZero(MegatronModule):
     Source: Peebles and Xie, Scalable Diffusion Models with Transformers (arXiv 2212.09748); `table`: PixArt-alpha
     (arXiv 2310.00426).
     """
+
+    compiles = False
 
     def __init__(
         self,
@@ -129,6 +162,7 @@ class AdaLayerNormZero(MegatronModule):
 
     def forward(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
         """Returns the modulated norm of `x` [s_local, b, hidden] (dtype kept) and the gate [num_streams, b, hidden]."""
-        normed = self.norm(x)
-        shift, scale, gate = self._shift_scale_gate(conditioning, normed.dtype)
-        return modulate(normed, shift, scale, conditioning.rows).to(x.dtype), gate
+        wide = torch.promote_types(x.dtype, torch.float32)
+        shift, scale, gate = self._shift_scale_gate(conditioning, wide)
+        norm = partial(pointwise(_modulated_norm, self.compiles), self.norm.eps, self.norm.weight, self.norm.bias)
+        return by_stream(norm, (x,), (shift, scale), conditioning.rows), gate

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from dbsp_megatron.compat import group_size
 from dbsp_megatron.models.dit.config import QKNorm
 from dbsp_megatron.models.dit.init_weights import mark_init, mark_values
+from dbsp_megatron.models.dit.pointwise import pointwise
 from dbsp_megatron.models.dit.tensor_parallel import sum_both_ways, sum_gradient
 
 
@@ -32,6 +33,8 @@ class HeadNorm(MegatronModule):
         tp_group: Tensor-parallel group, None for one rank.
         gain_init: Initial gain of the first and the last head, geometric in between; for `rms_hidden`.
     """
+
+    compiles = False
 
     def __init__(
         self,
@@ -72,19 +75,12 @@ class HeadNorm(MegatronModule):
         """Normalises [s, b, heads on this rank, head_dim]; the dtype stays."""
         if self.weight is None:
             return x
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.kind == "rms_hidden":
-            square_sum = wide.square().sum(dim=(-2, -1), keepdim=True)
-            if self.tp_group is not None and group_size(self.tp_group) > 1:
-                square_sum = sum_both_ways(square_sum, self.tp_group)
-            wide = wide * torch.rsqrt(square_sum / self.num_channels + self.eps)
-            return (wide * self.weight.view(x.shape[-2:])).to(x.dtype)
-        weight = self._shared(self.weight).to(wide.dtype)
-        if self.bias is None:
-            wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-            return (wide * weight).to(x.dtype)
-        bias = self._shared(self.bias).to(wide.dtype)
-        return F.layer_norm(wide, weight.shape, weight, bias, self.eps).to(x.dtype)
+            if self.tp_group is None or group_size(self.tp_group) == 1:
+                return pointwise(_rms_hidden, self.compiles)(x, self.weight, self.eps)
+            return _rms_hidden(x, self.weight, self.eps, self.num_channels, self.tp_group)
+        bias = None if self.bias is None else self._shared(self.bias)
+        return pointwise(_head_norm, self.compiles)(x, self._shared(self.weight), bias, self.eps)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -102,3 +98,25 @@ class HeadNorm(MegatronModule):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
         return sharded
+
+
+def _rms_hidden(
+    x: Tensor, weight: Tensor, eps: float, num_channels: int | None = None, tp_group: ProcessGroup | None = None
+) -> Tensor:
+    """RMS norm over heads and channels; with a group, over the `num_channels` of all its ranks."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    square_sum = wide.square().sum(dim=(-2, -1), keepdim=True)
+    if tp_group is not None:
+        square_sum = sum_both_ways(square_sum, tp_group)
+    wide = wide * torch.rsqrt(square_sum / (num_channels or x.shape[-2] * x.shape[-1]) + eps)
+    return (wide * weight.view(x.shape[-2:])).to(x.dtype)
+
+
+def _head_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm over the channels of each head: LayerNorm with a bias, RMS norm without."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    weight = weight.to(wide.dtype)
+    if bias is None:
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * weight).to(x.dtype)
+    return F.layer_norm(wide, weight.shape, weight, bias.to(wide.dtype), eps).to(x.dtype)

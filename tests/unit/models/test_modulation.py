@@ -8,9 +8,9 @@ import torch
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.embeddings import sinusoidal_features
 from dbsp_megatron.models.dit.layers import DiTLayer
-from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, add_gated, modulate
+from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, add_gated, by_stream, modulate
 from dbsp_megatron.models.dit.tokens import locate_tokens
-from tests.unit.models.cores import MODES, make_model, tiny_config
+from tests.unit.models.cores import MODES, make_inputs, make_model, tiny_config
 
 
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +25,7 @@ def test_modulate_and_add_gated_choose_the_stream_per_token(num_streams: int) ->
     tokens = locate_tokens(positions, (2, 2, 2), text_len=2, rope_axes=(0, 0, 4), rope_theta=10.0)
     x, update = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
     shift, scale, gate = torch.randn(3, num_streams, 3, 4)
-    modulated = modulate(x, shift, scale, tokens)
+    modulated = by_stream(modulate, (x,), (shift, scale), tokens)
     gated = add_gated(x, update, gate, tokens)
     for token in range(5):
         stream = int(is_text[token]) if num_streams == 2 else 0
@@ -72,3 +72,26 @@ def test_sinusoidal_features_are_cosines_then_sines_of_the_scaled_timestep() -> 
     torch.testing.assert_close(got[1].double(), expected, rtol=0, atol=1e-4)
     assert got[0].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert DiTConfig(hidden_size=4, num_layers=1, num_heads=1).time_scale == 1000.0
+
+
+@pytest.mark.parametrize("text", MODES)
+def test_layers_stay_narrow_under_autocast(text: str) -> None:
+    """Fp32 biases, gains and gates do not widen what goes from one part of a layer to the next."""
+    config = tiny_config(text)
+    model = make_model(config, dtype=torch.float32)
+    seen: dict[str, torch.dtype] = {}
+    for name, module in model.block.named_modules():
+        if name.rpartition(".")[2].startswith(("linear_", "text_linear_", "mlp", "cross_norm")) and "norm" not in name:
+            module.register_forward_hook(
+                lambda _, __, out, name=name: seen.update({name: (out[0] if isinstance(out, tuple) else out).dtype})
+            )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**make_inputs(config, torch.float32))
+    assert {name.rpartition(".")[2] for name in seen} >= {
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "mlp",
+    }
+    assert set(seen.values()) == {torch.bfloat16}, seen
