@@ -14,12 +14,11 @@ before a time counts. Masks are methods (`topk:density=0.2`), files (`file:path=
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,6 @@ from tools.attention_rounds import balanced_order
 from tools.device_timing import Ranks
 from tools.pipeline_entries import (
     ALONE,
-    CONTEXT_PARALLEL_KINDS,
     DIFFUSERS,
     ContextParallelEntry,
     DiffusersEntry,
@@ -43,79 +41,19 @@ from tools.pipeline_entries import (
     PipelineEntry,
     change_of,
 )
+from tools.pipeline_flags import PipelineBenchConfig, parse_flags
 from tools.pipeline_masks import PipelineMask, parse_mask
-from tools.pipeline_model import SIZES, PipelineSize, find_size, make_transformer, make_video
+from tools.pipeline_model import make_transformer, make_video
 from tools.pipeline_report import add_speedups, markdown_report, text_report
-from tools.sp_cases import DENSE, Mesh, parse_mesh
-from tools.sp_command import (
-    Files,
-    add_measuring_flags,
-    check_measured,
-    in_a_line,
-    measure,
-    measuring_options,
-    report_files,
-    report_head,
-    setting,
-)
+from tools.sp_cases import DENSE, Mesh
+from tools.sp_command import in_a_line, measure, report_head
 from tools.sp_entries import relative_error, same_everywhere, strategy_meshes
 from tools.sp_rounds import Together
 
-DTYPES = ("bfloat16", "float16", "float32")
-STRATEGIES = (ALONE, "ulysses", "ring", "usp", "dbsp")
 _LARGEST_ERROR = {"bfloat16": 0.1, "float16": 0.1, "float32": 1e-3}
 """Of what denoising did to the noise; rounding grows over layers and steps, and a wrong token moves more than this."""
 _VARIANTS = 64
 """Compilations of one block: one for every way to run it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineBenchConfig:
-    """What is measured.
-
-    Raises:
-        ValueError: a value cannot be measured, or does not exist.
-    """
-
-    device: str
-    dtype: str
-    size: PipelineSize
-    num_layers: int | None
-    steps: int
-    warm_up: int
-    """Steps of the untimed run of every entry."""
-    guidance_scale: float
-    backends: tuple[str, ...]
-    """Attention of diffusers, for diffusers; ours takes the first for cross-attention."""
-    context_parallel: tuple[str, ...]
-    strategies: tuple[str, ...]
-    meshes: tuple[Mesh, ...]
-    """Empty: all of the ranks."""
-    masks: tuple[str, ...]
-    block_sizes: tuple[int, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of every strategy of this package."""
-    dbsp_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of dbsp alone."""
-    compiled: bool
-    rounds: int
-    budget_ms: float | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        check_measured(self, DTYPES)
-        numbers = (self.steps, self.warm_up, *self.block_sizes, 1 if self.num_layers is None else self.num_layers)
-        if min(numbers) < 1:
-            raise ValueError("--steps, --warm-up, --layers and --block-size must be at least 1: raise them")
-        for flag, known, given in (
-            ("context-parallel", CONTEXT_PARALLEL_KINDS, self.context_parallel),
-            ("strategy", STRATEGIES, self.strategies),
-        ):
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"--{flag} must be of {', '.join(known)}, got {name!r}: use these names")
-        for text in self.masks:
-            parse_mask(text)
 
 
 Maker = Callable[[], PipelineEntry]
@@ -145,7 +83,8 @@ class PipelineBench:
         # Every setting of attention would be called experimental.
         logging.set_verbosity_error()
         config, device = self.config, self.ranks.device
-        torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
+        if config.compiled:
+            torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
         model = make_transformer(config.size, config.num_layers, config.seed, device, config.dtype)
         self.video = make_video(config.size, config.seed, device, config.dtype, config.guidance_scale)
         sums = [float(parameter.double().sum()) for parameter in model.parameters()]
@@ -156,7 +95,7 @@ class PipelineBench:
             entries = self._ready(model, Path(folder))
             runs: dict[str, list[_Run]] = {name: [] for name in entries}
             fails: dict[str, str] = {}
-            for turn in range(config.rounds):
+            for turn in range(config.rounds if entries else 0):
                 for name in balanced_order(list(entries), turn):
                     if name not in fails:
                         found = self._guarded(lambda entry=entries[name]: self._timed(entry))  # type: ignore[misc]
@@ -349,63 +288,6 @@ class _Run:
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "n": len(values), "all": list(values)}
-
-
-def parse_flags(argv: Sequence[str] | None) -> tuple[PipelineBenchConfig, Files]:
-    """Command line -> what to measure and the files to write, by format.
-
-    Raises:
-        ValueError: a value cannot be measured.
-    """
-    parser = argparse.ArgumentParser(description="Measure a video pipeline of diffusers end to end.")
-    parser.add_argument("--size", default="wan13_480p", help=f"of {', '.join(SIZES)} (%(default)s)")
-    parser.add_argument("--layers", type=int, help="in place of the model's")
-    parser.add_argument("--steps", type=int, default=10, help="denoising steps of a run (%(default)s)")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of the untimed run before (%(default)s)")
-    parser.add_argument("--guidance-scale", type=float, default=5.0, help="1: one call a step (%(default)s: two)")
-    parser.add_argument(
-        "--backend", nargs="*", help="attention of diffusers (native _native_cudnn, on CPU native); none: no diffusers"
-    )
-    parser.add_argument(
-        "--context-parallel", nargs="*", default=list(CONTEXT_PARALLEL_KINDS),
-        help=f"of diffusers, on several ranks; of {', '.join(CONTEXT_PARALLEL_KINDS)} (all)",
-    )  # fmt: skip
-    parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)} (all)")
-    parser.add_argument("--mesh", nargs="+", default=[], help="Ulysses x Ring, such as 2x1 1x2 (all)")
-    parser.add_argument(
-        "--mask",
-        nargs="+",
-        default=["dense", "topk:density=0.2"],
-        help="dense, METHOD:key=value,... or KIND:density=0.25",
-    )
-    parser.add_argument("--block-size", nargs="+", type=int, default=[], help="tokens of a block (128; tiny: 8)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of SequenceParallelConfig, for all")
-    parser.add_argument("--dbsp-set", nargs="+", default=[], metavar="KEY=VALUE", help="the same, for dbsp alone")
-    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks, of all entries")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, noise and embeddings (%(default)s)")
-    add_measuring_flags(parser, DTYPES, rounds=2, budget=False)
-    options = parser.parse_args(argv)
-    measured, size = measuring_options(options), find_size(options.size)
-    fastest = ["native", "_native_cudnn"] if measured["device"] == "cuda" else ["native"]
-    config = PipelineBenchConfig(
-        **measured,
-        size=size,
-        num_layers=options.layers,
-        steps=options.steps,
-        warm_up=options.warm_up,
-        guidance_scale=options.guidance_scale,
-        backends=tuple(dict.fromkeys(fastest if options.backend is None else options.backend)),
-        context_parallel=tuple(dict.fromkeys(options.context_parallel)),
-        strategies=tuple(dict.fromkeys(options.strategy)),
-        meshes=tuple(parse_mesh(text) for text in options.mesh),
-        masks=tuple(dict.fromkeys(options.mask)),
-        block_sizes=tuple(options.block_size) or size.shape.block_sizes[:1],
-        settings=dict(map(setting, options.set)),
-        dbsp_settings=dict(map(setting, options.dbsp_set)),
-        compiled=options.compile,
-        seed=options.seed,
-    )
-    return config, report_files(options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

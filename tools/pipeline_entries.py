@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from dbsp_megatron import SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.infer.balance import BalanceLog
@@ -104,9 +106,14 @@ class ContextParallelEntry(PipelineEntry):
     def _prepare(self) -> None:
         from diffusers import ContextParallelConfig
 
+        if not torch.accelerator.device_count():
+            raise ValueError("diffusers has context parallelism for accelerators only, and torch finds none")
         size = self.video.size.shape
         uneven = bool(size.seqlen % self.num_ranks)
         options: dict[str, Any] = {"ring_degree": self.mesh[1], "ulysses_degree": self.mesh[0]}
+        options["mesh"] = init_device_mesh(
+            self.video.latents.device.type, self.mesh[::-1], mesh_dim_names=("ring", "ulysses")
+        )
         # Without these, lengths that the ranks do not divide fail.
         if self.strategy == "ulysses":
             options["ulysses_anything"] = uneven or bool(size.geometry.heads % self.num_ranks)
