@@ -15,6 +15,8 @@ from torch import Tensor
 from dbsp_megatron import BlockMask, SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.masks import MaskMethod, SlidingTileMask, TopKMask
 from dbsp_megatron.models.diffusers import parallelize, split_guidance
+from dbsp_megatron.models.diffusers.checks import find_table
+from dbsp_megatron.models.diffusers.entry import TABLES
 from tests.distributed.diffusers_models import NUM_GRID, Inputs, make_inputs, make_model, num_text
 from tests.harness import device_for
 from tests.reference import max_error, random_blocks
@@ -187,6 +189,27 @@ def offload_problems(name: str, device: torch.device) -> list[str]:
     return problems
 
 
+def pipeline_offload_problems(device: torch.device) -> list[str]:
+    """The weights of a pipeline come to the device while the transformer runs, and leave it, hooks put on anew."""
+    size = SIZES["tiny"]
+    video, pipe = make_video(size, 0, device, "float32", 5.0), _tiny_pipeline(device)
+    want = change_of(denoise(pipe, video, 3), video)
+    pipe.enable_model_cpu_offload(device=device)
+    with parallelize(pipe, make_sp()):
+        errors = [relative_error(change_of(denoise(pipe, video, 3), video), want) for _ in range(2)]
+    problems = [] if max(errors) < ATOL else [f"offloaded pipeline on {device}: off by {errors}"]
+    if not torch.equal(change_of(denoise(pipe, video, 3), video), want):
+        problems.append(f"offloaded pipeline on {device}: not what it was")
+    if pipe.transformer.device.type != "cpu":
+        problems.append(f"weights stay on {pipe.transformer.device}")
+    return problems
+
+
+def _tiny_pipeline(device: torch.device) -> Any:
+    size = SIZES["tiny"]
+    return make_pipeline(size, make_transformer(size, None, 0, device, "float32"))
+
+
 @torch.no_grad()
 def compile_problems(name: str, device: torch.device, backend: str) -> list[str]:
     """Compiled blocks give what blocks give, dense and sparse, in steps of two timesteps."""
@@ -199,7 +222,8 @@ def compile_problems(name: str, device: torch.device, backend: str) -> list[str]
             wants = [model(**call).sample for call in calls]
         compiled = wide_model(name).to(device)
         with parallelize(compiled, make_sp(), mask=mask):
-            compiled.compile_repeated_blocks(backend=backend)
+            for block in find_table(compiled, TABLES).blocks(compiled):
+                block.compile(backend=backend)
             errors = [max_error(compiled(**call).sample, want) for call, want in zip(calls, wants, strict=True)]
         if not max(errors) < ATOL:
             problems.append(f"{name}, mask {kind}, compiled by {backend} on {device}: off by {errors}")
@@ -257,9 +281,7 @@ def _strategy_problems(rank: int, world_size: int, name: str, device: torch.devi
 def _guidance_problems(device: torch.device, world_size: int) -> list[str]:
     if world_size % 2:
         return []
-    size = SIZES["tiny"]
-    transformer = make_transformer(size, None, 0, device, "float32")
-    video, pipe = make_video(size, 0, device, "float32", 5.0), make_pipeline(size, transformer)
+    video, pipe = make_video(SIZES["tiny"], 0, device, "float32", 5.0), _tiny_pipeline(device)
     want = change_of(denoise(pipe, video, 4), video)
     half, guidance_group = split_guidance(dist.group.WORLD)
     strategy = "none" if world_size == 2 else "dbsp"

@@ -80,8 +80,15 @@ class PipelineBench:
         """Measure everything."""
         from diffusers.utils import logging
 
+        verbosity = logging.get_verbosity()
         # Every setting of attention would be called experimental.
         logging.set_verbosity_error()
+        try:
+            self._measure()
+        finally:
+            logging.set_verbosity(verbosity)
+
+    def _measure(self) -> None:
         config, device = self.config, self.ranks.device
         if config.compiled:
             torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
@@ -103,6 +110,7 @@ class PipelineBench:
                             fails[name] = found
                         else:
                             runs[name].append(found)
+                            self._say(f"round {turn + 1}, {name}: {found.seconds:.3f} s")
             self.gpu = self.together.clock.gpu_state()
             self.records = [self._record(entry, runs[name], fails.get(name)) for name, entry in entries.items()]
             for entry in entries.values():
@@ -163,6 +171,7 @@ class PipelineBench:
                     entry.close()
             else:
                 entries[made[0].name] = made[0]
+                self._say(f"ready: {made[0].name}")
         if self.ranks.size == 1 and self.config.context_parallel:
             self.missing[f"{DIFFUSERS} cp"] = "there is one rank: start with torchrun --nproc-per-node 2"
         return entries
@@ -177,6 +186,11 @@ class PipelineBench:
             problem = in_a_line(error)
         problem = self.together.first_problem(problem)
         return found if problem is None else problem
+
+    def _say(self, words: str) -> None:
+        """A line of progress: minutes may pass before there is a report."""
+        if self.ranks.rank == 0:
+            print(words, file=sys.stderr, flush=True)
 
     def _wait(self) -> None:
         if self.ranks.device.type == "cuda":

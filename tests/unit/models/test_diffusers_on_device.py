@@ -11,6 +11,7 @@ from tests.diffusers_on_device import (
     compile_problems,
     equality_problems,
     offload_problems,
+    pipeline_offload_problems,
     rank_problems,
 )
 from tests.harness import run_ranks
@@ -36,6 +37,11 @@ def test_equals_fp64(name: str, dtype: torch.dtype, mask: str | None) -> None:
 @pytest.mark.pipelines
 def test_offloaded_weights() -> None:
     assert not offload_problems("wan", CPU)
+
+
+@pytest.mark.pipelines
+def test_offloaded_pipeline() -> None:
+    assert not pipeline_offload_problems(CPU)
 
 
 def test_compiled_blocks() -> None:
