@@ -75,6 +75,8 @@ class PipelineBench:
         self.records: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
         """What could not run, and why."""
+        for name in set(pooled) - {name for name, _ in self.planned}:
+            self.missing[name] = f"{ranks.size} ranks have no mesh of its own for it: it is ulysses or ring there"
 
     def run(self) -> None:
         """Measure everything."""

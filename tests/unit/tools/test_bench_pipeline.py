@@ -114,6 +114,7 @@ def test_ranks_agree_with_one_another_and_with_diffusers(tmp_path: Path) -> None
     assert results[1][1] == "", "only the first rank prints"
     report, found = _read(tmp_path)
     assert "lse" in report["missing"]["diffusers cp ring native"]
+    assert report["missing"]["usp"].endswith("it is ulysses or ring there")
     parallel = found["diffusers cp", "ulysses", "2x1", "dense"]
     assert parallel["error"] < 1e-4
     assert parallel["num_ranks"] == 2
