@@ -40,7 +40,7 @@ from tools.sp_command import (
     report_files,
     report_head,
 )
-from tools.sp_entries import forward, forward_backward, same_everywhere
+from tools.sp_entries import forward, forward_backward, relative_error, same_everywhere
 from tools.sp_rounds import Together
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -167,7 +167,7 @@ class DspBench:
             return wanted, dict.fromkeys(wanted, _LARGEST_ERROR[problem.x.dtype])
         plain = _gradients(problem, problem.x.dtype)
         least = torch.finfo(problem.x.dtype).eps
-        bound = {name: max(least, _PLAIN_FACTOR * _error(plain[name], wanted[name])) for name in wanted}
+        bound = {name: max(least, _PLAIN_FACTOR * relative_error(plain[name], wanted[name])) for name in wanted}
         return wanted, bound
 
     def _make(self, strategy: str, problem: Problem) -> ModelEntry | None:
@@ -200,7 +200,7 @@ class DspBench:
         found = {"out": entry.whole(out), "x": input_of(x_grad)}
         for name, grad in zip(entry.parameters, grads, strict=True):
             found[name] = entry.whole_gradient(name, grad)
-        errors = self.ranks.slowest([_error(found[name], wanted[name]) for name in wanted])
+        errors = self.ranks.slowest([relative_error(found[name], wanted[name]) for name in wanted])
         wrong = [
             f"{name} is off by {error:.2e} (bound {bound[name]:.2e})"
             for name, error in zip(wanted, errors, strict=True)
@@ -252,12 +252,6 @@ def _gradients(problem: Problem, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     out = run_whole(parameters, problem.shape, x)
     grads = torch.autograd.grad(out, [x, *parameters.values()], problem.dout.to(dtype))
     return dict(zip(("out", "x", *parameters), (out.detach(), *grads), strict=True))
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over that of what is wanted; infinite for what is not a number."""
-    error = float((got.to(want.dtype) - want).norm() / want.norm())
-    return error if error == error else float("inf")
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[DspConfig, Files]:

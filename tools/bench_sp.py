@@ -13,7 +13,6 @@ of ranks, measured in the same turns.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from tools.sp_command import (
     measuring_options,
     report_files,
     report_head,
+    setting,
 )
 from tools.sp_entries import (
     ALONE,
@@ -288,16 +288,6 @@ class SpBench:
         }
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise ValueError(f"--set and --dbsp-set take KEY=VALUE, got {text!r}: for example kv_prefetch=1")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
-
-
 def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, Files]:
     """Command line -> what to measure and the files to write, by format.
 
@@ -335,8 +325,8 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[SpConfig, Files]:
         meshes=tuple(parse_mesh(text) for text in options.mesh),
         directions=tuple(name for name in (FORWARD, BOTH) if name in options.direction),
         exchange_chunks=int(chunks) if (chunks := options.exchange_chunks).isdigit() else chunks,
-        settings=dict(map(_setting, options.set)),
-        dbsp_settings=dict(map(_setting, options.dbsp_set)),
+        settings=dict(map(setting, options.set)),
+        dbsp_settings=dict(map(setting, options.dbsp_set)),
         seed=options.seed[0],
     )
     return config, report_files(options)

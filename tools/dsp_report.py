@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.sp_report import commit_of, markdown_table
-from tools.tables import aligned
+from tools.tables import aligned, cell
 
 _TITLES = ("Times of the slowest rank, bytes of the rank that sends most", "Part of the ranks with spatial attention")
 
@@ -46,10 +46,6 @@ def _headline(report: Mapping[str, Any]) -> str:
     )
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Bytes of a pair in those of a switch, M/N (N - 1)/N for a stream of M bytes on N ranks; DSP has 2 a pass."""
     table: list[tuple[str, ...]] = [
@@ -68,14 +64,14 @@ def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 record["shape"],
                 record["direction"],
                 record["strategy"],
-                "wrong" if str(record["fail"]).startswith("wrong") else _cell(record["ms"], ".3f"),
-                _cell(record.get("ideal_ms"), ".3f"),
-                _cell(record.get("efficiency"), ".1%"),
-                *(_cell(None if x is None else x[most] / 1e6, ".3f") for x in (inside, between, expected)),
-                _cell(None if sent is None or not unit else sum(sent) / len(sent) / unit, ".2f"),
+                "wrong" if str(record["fail"]).startswith("wrong") else cell(record["ms"], ".3f"),
+                cell(record.get("ideal_ms"), ".3f"),
+                cell(record.get("efficiency"), ".1%"),
+                *(cell(None if x is None else x[most] / 1e6, ".3f") for x in (inside, between, expected)),
+                cell(None if sent is None or not unit else sum(sent) / len(sent) / unit, ".2f"),
                 str(record.get("collectives", "-")),
-                _cell(None if added is None else max(added), ".0f"),
-                _cell(record["error"], ".1e"),
+                cell(None if added is None else max(added), ".0f"),
+                cell(record["error"], ".1e"),
             )
         )
     return table

@@ -90,12 +90,12 @@ class MaskChoice:
     def __str__(self) -> str:
         return DENSE if self.kind == DENSE else f"{self.kind} {self.density:g} seed {self.seed}"
 
-    def make(self, shape: Shape, block_size: int) -> BlockMask:
-        """The mask on the host, equal on all ranks."""
+    def make(self, shape: Shape, block_size: int, layer: int = 0) -> BlockMask:
+        """The mask of a layer on the host, equal on all ranks."""
         seqlen, heads = shape.seqlen, shape.geometry.heads
         if self.kind == DENSE:
             return BlockMask.dense(heads, seqlen, block_size_q=block_size, block_size_k=block_size)
-        blocks = make_mask(self.kind, replace(shape.geometry, block_size=block_size), self.density, self.seed)
+        blocks = make_mask(self.kind, replace(shape.geometry, block_size=block_size), self.density, self.seed, layer)
         return BlockMask(torch.from_numpy(blocks)[None], block_size, block_size, seqlen, seqlen)
 
 

@@ -36,8 +36,8 @@ class MeasuredConfig(Protocol):
         """Turns of each way."""
 
     @property
-    def budget_ms(self) -> float:
-        """Milliseconds of a turn."""
+    def budget_ms(self) -> float | None:
+        """Milliseconds of a turn; None where a turn is one call."""
 
 
 Config = TypeVar("Config", bound=MeasuredConfig)
@@ -67,19 +67,28 @@ def check_measured(config: MeasuredConfig, dtypes: Iterable[str]) -> None:
     if config.dtype not in known:
         raise ValueError(f"--dtype must be of {', '.join(known)}, got {config.dtype!r}: use one of them")
     for flag, least in (("rounds", 1), ("budget_ms", 1e-3)):
-        if not least <= getattr(config, flag) < float("inf"):
-            raise ValueError(
-                f"--{flag.replace('_', '-')} must be at least {least}, got {getattr(config, flag)}: raise it"
-            )
+        value = getattr(config, flag)
+        if value is not None and not least <= value < float("inf"):
+            raise ValueError(f"--{flag.replace('_', '-')} must be at least {least}, got {value}: raise it")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a CUDA device and torch finds none: pass --device cpu")
 
 
-def add_measuring_flags(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
-    """Flags of how it is measured and where it is written."""
+def add_measuring_flags(
+    parser: argparse.ArgumentParser, dtypes: Iterable[str], *, rounds: int = 4, budget: bool = True
+) -> None:
+    """Flags of how it is measured and where it is written.
+
+    Args:
+        parser: gets them.
+        dtypes: names that `--dtype` takes.
+        rounds: turns where none are asked for.
+        budget: whether a turn has a length; else it is one call.
+    """
     parser.add_argument("--dtype", help=f"of {', '.join(dtypes)} (bfloat16, on CPU float32)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every strategy (%(default)s)")
-    parser.add_argument("--budget-ms", type=float, default=150, help="milliseconds of a turn (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of every strategy (%(default)s)")
+    if budget:
+        parser.add_argument("--budget-ms", type=float, default=150, help="milliseconds of a turn (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="file of everything that was found")
     parser.add_argument("--markdown", type=Path, help="file of the tables")
@@ -92,7 +101,7 @@ def measuring_options(options: argparse.Namespace) -> dict[str, Any]:
         "device": device,
         "dtype": options.dtype or ("bfloat16" if device == "cuda" else "float32"),
         "rounds": options.rounds,
-        "budget_ms": options.budget_ms,
+        "budget_ms": getattr(options, "budget_ms", None),
     }
 
 
@@ -175,6 +184,21 @@ def report_head(config: Any, ranks: Ranks) -> dict[str, Any]:
         "command": found["command"],
         "versions": versions,
     }
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Key and value of `KEY=VALUE`; a value that is no JSON is text.
+
+    Raises:
+        ValueError: there is no key.
+    """
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ValueError(f"--set and --dbsp-set take KEY=VALUE, got {text!r}: for example kv_prefetch=1")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def in_a_line(error: BaseException) -> str:

@@ -298,3 +298,9 @@ def same_everywhere(group: dist.ProcessGroup | None, *values: object) -> bool:
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, repr(values), group=group)
     return len(set(rows)) == 1
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over that of what is wanted; infinite for what is not a number."""
+    error = float((got.to(want.dtype) - want).norm() / want.norm())
+    return error if error == error else float("inf")

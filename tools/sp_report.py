@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.sp_entries import UNBALANCED
-from tools.tables import aligned
+from tools.tables import aligned, cell
 
 _CASE = ("shape", "block_size", "mask", "direction")
 _OURS = ("dbsp", "paper")
@@ -15,7 +15,7 @@ _OURS = ("dbsp", "paper")
 def add_ratios(records: Sequence[dict[str, Any]]) -> None:
     """Adds what follows from the records of one mask: efficiency, exposed share, overlap, and speed-ups of dbsp."""
     for record in records:
-        record["efficiency"] = _over(record["ideal_ms"], record["ms"])
+        record["efficiency"] = ratio(record["ideal_ms"], record["ms"])
         record |= _communication(record.get("phases", {}))
         if record["strategy"] not in _OURS:
             continue
@@ -24,19 +24,20 @@ def add_ratios(records: Sequence[dict[str, Any]]) -> None:
             for other in records
             if other is not record and other["direction"] == record["direction"] and other["ms"] is not None
         }
-        over = {name: _over(other["ms"], record["ms"]) for name, other in others.items()}
+        over = {name: ratio(other["ms"], record["ms"]) for name, other in others.items()}
         plain = {name: other for name, other in others.items() if other["strategy"] in UNBALANCED}
         same = next((other for other in plain.values() if other["mesh"] == record["mesh"]), None)
         best = min(plain.values(), key=lambda other: other["ms"], default=None)
         record["over"] = over
-        record["over_same_mesh"] = None if same is None else _over(same["ms"], record["ms"])
-        record["over_best_unbalanced"] = None if best is None else _over(best["ms"], record["ms"])
-        record["rho_ratio"] = _over(record.get("rho_before"), record.get("rho_after"))
-        record["rho_gpu_ratio"] = None if same is None else _over(same.get("rho_gpu"), record.get("rho_gpu"))
-        record["kept"] = _over(record["over_same_mesh"], record["rho_ratio"])
+        record["over_same_mesh"] = None if same is None else ratio(same["ms"], record["ms"])
+        record["over_best_unbalanced"] = None if best is None else ratio(best["ms"], record["ms"])
+        record["rho_ratio"] = ratio(record.get("rho_before"), record.get("rho_after"))
+        record["rho_gpu_ratio"] = None if same is None else ratio(same.get("rho_gpu"), record.get("rho_gpu"))
+        record["kept"] = ratio(record["over_same_mesh"], record["rho_ratio"])
 
 
-def _over(first: float | None, second: float | None) -> float | None:
+def ratio(first: float | None, second: float | None) -> float | None:
+    """The first over the second; None where one is missing."""
     return None if first is None or not second else first / second
 
 
@@ -109,10 +110,6 @@ def _key(record: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(record[field]) for field in (*_CASE, "strategy", "mesh"))
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 _HEAD = ("shape", "blocks", "mask", "direction", "strategy", "mesh")
 
 
@@ -129,17 +126,17 @@ def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         table.append(
             (
                 *_key(record),
-                "wrong" if str(record["fail"]).startswith("wrong") else _cell(record["ms"], ".3f"),
-                _cell(record["ideal_ms"], ".3f"),
-                _cell(record["efficiency"], ".1%"),
-                _cell(record.get("rho_after"), ".3f"),
-                _cell(record.get("rho_gpu"), ".3f"),
+                "wrong" if str(record["fail"]).startswith("wrong") else cell(record["ms"], ".3f"),
+                cell(record["ideal_ms"], ".3f"),
+                cell(record["efficiency"], ".1%"),
+                cell(record.get("rho_after"), ".3f"),
+                cell(record.get("rho_gpu"), ".3f"),
                 str(record.get("num_chunks", "-")),
-                _cell(record["exposed"], ".1%"),
-                _cell(record["overlap"], ".1%"),
-                _cell(sent, ".1f"),
-                _cell(added, ".0f"),
-                _cell(record.get("host_ms"), ".2f"),
+                cell(record["exposed"], ".1%"),
+                cell(record["overlap"], ".1%"),
+                cell(sent, ".1f"),
+                cell(added, ".0f"),
+                cell(record.get("host_ms"), ".2f"),
             )
         )
     return table
@@ -152,7 +149,7 @@ def _gains(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for record in report["records"]:
         if record["strategy"] in _OURS and record["ms"] is not None:
             names = ("over_same_mesh", "rho_ratio", "kept", "rho_gpu_ratio", "over_best_unbalanced", "efficiency")
-            table.append((*_key(record), *(_cell(record[name], ".3f") for name in names)))
+            table.append((*_key(record), *(cell(record[name], ".3f") for name in names)))
     return table
 
 

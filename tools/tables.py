@@ -32,6 +32,11 @@ def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def cell(value: float | None, form: str) -> str:
+    """A number by a format, or a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes rows of equal keys to a CSV file, atomically; floats keep all their digits."""
     text = io.StringIO()

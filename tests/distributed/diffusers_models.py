@@ -29,24 +29,24 @@ def _wan(**options: Any) -> nn.Module:
     return WanTransformer3DModel(**{**sizes, **widths, **options})
 
 
-def _wan_inputs(model: Any, batch: int, draw: Callable[..., Tensor], tokens: int = 7) -> Inputs:
+def _wan_inputs(model: Any, batch: int, draw: Callable[..., Tensor], side: int, tokens: int = 7) -> Inputs:
     # 3 x 5 x 3 = 45 tokens.
     return {
-        "hidden_states": draw(batch, model.config.in_channels, 3, 10, 6),
+        "hidden_states": draw(batch, model.config.in_channels, 3, 10 * side, 6 * side),
         "timestep": torch.full((batch,), 731),
         "encoder_hidden_states": draw(batch, tokens, 16),
     }
 
 
-def _wan_i2v_inputs(model: Any, batch: int, draw: Callable[..., Tensor]) -> Inputs:
+def _wan_i2v_inputs(model: Any, batch: int, draw: Callable[..., Tensor], side: int) -> Inputs:
     # 512 of text and 257 of the image: 769 context tokens, which no number of ranks divides.
-    return {**_wan_inputs(model, batch, draw, 512), "encoder_hidden_states_image": draw(batch, 257, 8)}
+    return {**_wan_inputs(model, batch, draw, side, 512), "encoder_hidden_states_image": draw(batch, 257, 8)}
 
 
-def _wan_ti2v_inputs(model: Any, batch: int, draw: Callable[..., Tensor]) -> Inputs:
-    timestep = torch.full((batch, 45), 731)
-    timestep[:, :15] = 0
-    return {**_wan_inputs(model, batch, draw), "timestep": timestep}
+def _wan_ti2v_inputs(model: Any, batch: int, draw: Callable[..., Tensor], side: int) -> Inputs:
+    timestep = torch.full((batch, 45 * side**2), 731)
+    timestep[:, : 15 * side**2] = 0
+    return {**_wan_inputs(model, batch, draw, side), "timestep": timestep}
 
 
 def _cogvideox(**options: Any) -> nn.Module:
@@ -58,15 +58,16 @@ def _cogvideox(**options: Any) -> nn.Module:
     return CogVideoXTransformer3DModel(**{**sizes, **widths, **video, **options})
 
 
-def _cogvideox_inputs(model: Any, batch: int, draw: Callable[..., Tensor]) -> Inputs:
+def _cogvideox_inputs(model: Any, batch: int, draw: Callable[..., Tensor], side: int) -> Inputs:
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
     rotary = None
     if model.config.use_rotary_positional_embeddings:
-        rotary = get_3d_rotary_pos_embed(16, ((0, 0), (5, 3)), (5, 3), 3)
+        places = (5 * side, 3 * side)
+        rotary = get_3d_rotary_pos_embed(model.config.attention_head_dim, ((0, 0), places), places, 3)
     frames = 3 * (model.config.patch_size_t or 1)
     return {
-        "hidden_states": draw(batch, frames, 4, 10, 6),
+        "hidden_states": draw(batch, frames, 4, 10 * side, 6 * side),
         "encoder_hidden_states": draw(batch, 7, 16),
         "timestep": torch.full((batch,), 731),
         "image_rotary_emb": rotary,
@@ -82,11 +83,11 @@ def _hunyuan(**options: Any) -> nn.Module:
     return HunyuanVideoTransformer3DModel(**{**sizes, **depth, **widths, **options})
 
 
-def _hunyuan_inputs(model: Any, batch: int, draw: Callable[..., Tensor]) -> Inputs:
+def _hunyuan_inputs(model: Any, batch: int, draw: Callable[..., Tensor], side: int) -> Inputs:
     mask = torch.ones(batch, 9)
     mask[:, 5:] = 0
     return {
-        "hidden_states": draw(batch, 4, 3, 10, 6),
+        "hidden_states": draw(batch, 4, 3, 10 * side, 6 * side),
         "timestep": torch.full((batch,), 731),
         "encoder_hidden_states": draw(batch, 9, 16),
         "encoder_attention_mask": mask,
@@ -103,8 +104,8 @@ def _flux(**options: Any) -> nn.Module:
     return FluxTransformer2DModel(**{**sizes, **widths, "axes_dims_rope": (4, 6, 6), **options})
 
 
-def _flux_inputs(model: Any, batch: int, draw: Callable[..., Tensor]) -> Inputs:
-    rows, columns = 9, 5
+def _flux_inputs(model: Any, batch: int, draw: Callable[..., Tensor], side: int) -> Inputs:
+    rows, columns = 9 * side, 5 * side
     image = torch.zeros(rows, columns, 3)
     image[..., 1] += torch.arange(rows)[:, None]
     image[..., 2] += torch.arange(columns)
@@ -149,14 +150,22 @@ def make_model(name: str, **options: Any) -> Any:
     return model
 
 
-def make_inputs(name: str, model: Any, batch: int = 2, seed: int = 0) -> Inputs:
-    """Arguments of its forward, equal on all ranks; two samples as guidance stacks them."""
+def make_inputs(name: str, model: Any, batch: int = 2, seed: int = 0, side: int = 1) -> Inputs:
+    """Arguments of its forward, equal on all ranks; two samples as guidance stacks them.
+
+    Args:
+        name: of MODELS.
+        model: made by `make_model`.
+        batch: samples.
+        seed: of the numbers.
+        side: the grid has side x side times NUM_GRID tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    inputs = MODELS[name][2](model, batch, draw)
+    inputs = MODELS[name][2](model, batch, draw, side)
     return {key: value for key, value in inputs.items() if value is not None}
 
 
