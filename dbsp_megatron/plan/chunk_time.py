@@ -7,8 +7,8 @@ _CHUNK_US = 60.0
 """What a chunk more costs: two exchanges and a launch that start anew, packing in smaller pieces."""
 _LEAST_GAIN = 0.03
 _HOST_US, _CHUNK_HOST_US = 1000.0, 2000.0
-"""Time that the host takes for a layer, and for each chunk of it (two H200: 3.0 ms for one, 6.6 for 3, 9.2 for 4). Where
-kernels are shorter, the device waits for the host."""
+"""Time that the host takes for a layer, and for each chunk of it (two H200: 3.0 ms for one, 6.6 for 3, 9.2 for 4).
+Where kernels are shorter, the device waits for the host."""
 
 
 def pipelined_us(exchange_us: float, compute_us: float, num_chunks: int) -> float:
