@@ -167,7 +167,9 @@ def data_parallel_options() -> dict[str, Any]:
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
 
-def new_group_of_members(ranks: list[int], name: str, backend: str | None = None) -> torch.distributed.ProcessGroup:
+def new_group_of_members(
+    ranks: list[int], name: str, backend: str | None = None, options: Any = None
+) -> torch.distributed.ProcessGroup:
     """A process group that only its members make, under a name that they agreed on.
 
     torch's own `new_group(use_local_synchronization=True)` derives the name from how many groups each rank holds, so
@@ -178,6 +180,7 @@ def new_group_of_members(ranks: list[int], name: str, backend: str | None = None
         ranks: Global ranks, ascending, this one among them.
         name: Not used before, equal on all members.
         backend: Default that of the default group.
+        options: Of the backend.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -186,7 +189,7 @@ def new_group_of_members(ranks: list[int], name: str, backend: str | None = None
     mine = ranks.index(torch.distributed.get_rank())
     make: Any = c10d._new_process_group_helper
     group: torch.distributed.ProcessGroup = make(
-        len(ranks), mine, ranks, chosen, store, name, timeout=c10d._get_default_timeout(chosen)
+        *(len(ranks), mine, ranks, chosen, store, name), options, timeout=c10d._get_default_timeout(chosen)
     )[0]
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group

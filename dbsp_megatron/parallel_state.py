@@ -70,6 +70,16 @@ def moves_host_tensors(group: dist.ProcessGroup) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
+def moves_by_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL moves the CUDA tensors of a group."""
+    return "nccl" in dist.get_backend_config(group)
+
+
+def urgent_options() -> Any:
+    """Options of a group of NCCL whose kernels get a multiprocessor that becomes free before those of other streams."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
 def factorisations(size: int) -> list[tuple[int, int]]:
     """All (ulysses_degree, ring_degree) with product `size`, largest Ulysses degree first."""
     return [(u, size // u) for u in range(size, 0, -1) if size % u == 0]
@@ -106,9 +116,9 @@ class SequenceParallelGroups:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
         self._ready = dict(ready or {})
-        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._known: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
         if group is not None:
-            self._known[tuple(self.ranks)] = group
+            self._known[tuple(self.ranks), False] = group
         self._owned: list[dist.ProcessGroup] = []
         self._name: int | None = None
         if group is not None and self.size > 1 and self.size != dist.get_world_size():
@@ -150,13 +160,14 @@ class SequenceParallelGroups:
             return self.group
         return self._new_group(self.ranks, backend="gloo")
 
-    def _new_group(self, ranks: list[int], backend: str | None = None) -> Any:
+    def _new_group(self, ranks: list[int], backend: str | None = None, *, urgent: bool = False) -> Any:
+        options = urgent_options() if urgent else None
         if len(self.ranks) == dist.get_world_size():
-            made = dist.new_group(ranks, backend=backend)
+            made = dist.new_group(ranks, backend=backend, pg_options=options)
         elif dist.get_rank() in ranks:
             # new_group is collective over the default group, of which only these ranks are here.
-            name = f"dbsp-{self._nonce()}-{'_'.join(map(str, ranks))}-{backend}"
-            made = new_group_of_members(ranks, name, backend)
+            name = f"dbsp-{self._nonce()}-{'_'.join(map(str, ranks))}-{backend}-{urgent}"
+            made = new_group_of_members(ranks, name, backend, options)
         else:
             return dist.GroupMember.NON_GROUP_MEMBER
         if isinstance(made, dist.ProcessGroup):
@@ -175,15 +186,16 @@ class SequenceParallelGroups:
             self._name = int(drawn)
         return self._name
 
-    def _subgroup(self, lists: list[list[int]]) -> dist.ProcessGroup | None:
+    def _subgroup(self, lists: list[list[int]], *, urgent: bool = False) -> dist.ProcessGroup | None:
         """The group of this rank out of disjoint rank lists that together are all ranks."""
         mine = None
+        urgent = urgent and self.group is not None and moves_by_nccl(self.group)
         for members in lists:
             if len(members) == 1:
                 continue
-            key = tuple(members)
+            key = tuple(members), urgent
             if key not in self._known:
-                self._known[key] = self._new_group(members)
+                self._known[key] = self._new_group(members, "nccl" if urgent else None, urgent=urgent)
             if self.ranks[self.rank] in members:
                 mine = self._known[key]
         return mine
@@ -192,7 +204,8 @@ class SequenceParallelGroups:
         u, r = ulysses_degree, ring_degree
         if (u, r) in self._ready:
             return SequenceParallelMesh(u, r, self.rank, self.group, *self._ready[u, r])
-        ulysses = self._subgroup([self.ranks[i * u : (i + 1) * u] for i in range(r)])
+        # An exchange of heads runs under the attention of other heads: it must not wait until that has ended.
+        ulysses = self._subgroup([self.ranks[i * u : (i + 1) * u] for i in range(r)], urgent=True)
         ring = self._subgroup([self.ranks[i::u] for i in range(u)])
         return SequenceParallelMesh(u, r, self.rank, self.group, ulysses, ring)
 

@@ -1,5 +1,8 @@
 """Attention in chunks of heads: the exchange of one chunk runs while another is computed.
 
+It runs in the multiprocessors that attention kernels give up on their way (`giving_way`), on a stream of higher
+priority (`SequenceParallelGroups`); otherwise it would begin when they have ended.
+
 Dims: B batch, s tokens at home, n tokens computed here, H/Hkv heads, h/hkv heads of a chunk here, D/Dv head dims.
 """
 
@@ -17,6 +20,7 @@ from dbsp_megatron.attention.engines import engine_reading
 from dbsp_megatron.attention.exchange import Exchange, start_to_homes, start_to_owners
 from dbsp_megatron.attention.ring import RingWork, check_recomputed, plan_tensor, ring_backward, ring_forward
 from dbsp_megatron.attention.work import Side
+from dbsp_megatron.kernels.block_sparse_attention.giving_way import giving_way
 
 _T = TypeVar("_T")
 
@@ -79,7 +83,8 @@ class _Behind:
 def _gradients(saved: Sequence[Tensor], dout: Tensor, work: RingWork) -> list[Tensor]:
     """dq, dk, dv of a chunk where it is computed, in the dtypes of q, k, v."""
     q, k, v, out, lse = saved
-    found = ring_backward(q, k, v, out, dout, lse, work)
+    with giving_way():
+        found = ring_backward(q, k, v, out, dout, lse, work)
     return [part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True)]
 
 
@@ -116,7 +121,8 @@ class PipelinedAttention(torch.autograd.Function):
         for number, chunk in enumerate(chunks):
             q_here, k_here, v_here = arriving.take(number)
             work = replace(chunk.work, engine=engine_reading(chunk.work.engine, q_here, k_here, v_here))
-            part, lse = ring_forward(q_here, k_here, v_here, work)
+            with giving_way():
+                part, lse = ring_forward(q_here, k_here, v_here, work)
             part = part.to(q.dtype)
             leaving.begun(start_to_homes((part,), (chunk.q_side,), (out.shape,), chunk.exchange, into=(out,)))
             if backward:

@@ -26,8 +26,8 @@ dQ is added to an fp32 buffer of its own in the order in which registers hold it
 contiguous bytes). `hopper_dq` prepares that buffer and brings it into order. Sums of dQ come in any order; dK and dV
 are deterministic.
 
-Launch grid: as many programs as run at once. Tiles: B * Hkv * Nk in the order of `BlockLists.t_order` (of its sums over
-query heads for grouped ones).
+Launch grid: as many programs as run at once, more inside `giving_way`. Tiles: B * Hkv * Nk in the order of
+`BlockLists.t_order` (of its sums over query heads for grouped ones).
 Shared memory: K and V, the stages, dS^T (twice for two warpgroups, which are a step apart), dQ for TMA; see
 `test_hopper_compile.py` for bytes. D = 96 runs as 128 with zeros.
 """
@@ -44,7 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .arguments import check_rows
-from .hopper_device import bshd_descriptor, list_row, next_slot, received, send, tile_of_program
+from .giving_way import programs_of
+from .hopper_device import bshd_descriptor, first_tile, list_row, next_slot, received, send, tile_after, tile_of_program
 from .hopper_dq import prepare_kernel, reorder_kernel
 from .hopper_launch import (
     LOG2E,
@@ -134,7 +135,7 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
               NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
-    count, index, order, next_tile = lists
+    count, index, order, next_tile, run = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded, num_tiles = (
         sizes
     )
@@ -142,10 +143,10 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
     stage = 0
     phase = 1
     parity = 0
-    tile = gl.program_id(0)
+    tile = first_tile(run)
     while tile < num_tiles:
         # The counter answers while this tile is being loaded.
-        following_tile = gl.num_programs(0) + gl.atomic_add(next_tile, 1)
+        following_tile = tile_after(tile, next_tile, run, num_tiles)
         entry, kv_head, block = tile_of_program(
             order, tile, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
         )
@@ -279,8 +280,8 @@ def _consumer(w: gl.constexpr, results, buffers, sizes, sc, sc2, D: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=[
-    "num_heads", "num_kv_heads", "group", "num_q", "num_k", "list_batch", "list_heads", "order_heads", "seqlen_k",
-    "padded", "num_tiles",
+    "run", "num_heads", "num_kv_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
+    "order_heads", "seqlen_k", "padded", "num_tiles",
 ])  # fmt: skip
 def backward_kernel(
     q_desc,
@@ -297,6 +298,7 @@ def backward_kernel(
     index,
     order,
     next_tile,
+    run,
     first,
     heads,
     sc,
@@ -364,7 +366,7 @@ def backward_kernel(
     results = (dq_desc, dq_sums, dk, dv)
     bars = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
     buffers = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars)
-    lists = (count, index, order, next_tile)
+    lists = (count, index, order, next_tile, run)
     groups = (first, heads)
     sizes = (
         num_heads,
@@ -475,6 +477,7 @@ def hopper_backward(
     sums_desc = TensorDescriptor(sums, list(sums.shape), [128, 1], part, gl.NVMMASharedLayout(0, 32, 2))
     tiles = (padded // 64 * batch * num_heads,)
     num_tiles = batch * num_kv_heads * num_k
+    programs, run = programs_of(num_tiles, multiprocessors(q.device) * (3 - consumers))
     with torch.cuda.device(q.device):
         prepare_kernel[tiles](
             lse,
@@ -490,7 +493,7 @@ def hopper_backward(
             *delta.stride(),
             D=dim,
         )
-        backward_kernel[(min(num_tiles, multiprocessors(q.device) * (3 - consumers)),)](
+        backward_kernel[(programs,)](
             bshd_descriptor(q, 64, dim),
             bshd_descriptor(k, 64 * consumers, dim),
             bshd_descriptor(v, 64, dim),
@@ -504,7 +507,8 @@ def hopper_backward(
             lists.t_count,
             listed(groups.index),
             groups.order,
-            next_tile,
+            next_tile if run is None else None,
+            run,
             groups.first,
             groups.heads,
             scale,

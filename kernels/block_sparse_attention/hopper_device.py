@@ -19,6 +19,31 @@ def next_slot(slot, phase, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def first_tile(run):
+    """Tile that a program begins with; see `tile_after`."""
+    if run is None:
+        return gl.program_id(0)
+    else:
+        return gl.program_id(0) * run
+
+
+@gluon.jit
+def tile_after(tile, next_tile, run, num_tiles):
+    """Tile that a program computes next; `num_tiles` or more: none.
+
+    Without `run` a counter deals tiles out; else a program has `run` of them in a row. No launch has both, and nothing
+    but the tile is kept from one to the next: the producer has no register to spare.
+    """
+    if run is None:
+        following = gl.num_programs(0) + gl.atomic_add(next_tile, 1)
+    else:
+        following = tile + 1
+        if following % run == 0:
+            following = num_tiles
+    return following
+
+
+@gluon.jit
 def tile_of_program(order, pid, num_heads, list_heads, num_list_rows, num_blocks, SHARED: gl.constexpr):
     """Batch entry, head and block of program (or tile) `pid`, from the launch order of the rows of lists.
 

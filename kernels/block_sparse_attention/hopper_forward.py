@@ -12,8 +12,8 @@ q-block 128: two consumers, one CTA a multiprocessor; q-block 64: one consumer, 
 pairs as one tile; an odd list repeats its last block, masked. Lists are walked backwards: only their last block can be
 short or repeated, so only the first, peeled step masks.
 
-Launch grid: as many programs as run at once. Tiles: B * H * Nq in the order of `BlockLists.order`, repeated over heads
-or batch of shared lists.
+Launch grid: as many programs as run at once, more inside `giving_way`. Tiles: B * H * Nq in the order of
+`BlockLists.order`, repeated over heads or batch of shared lists.
 Shared memory: stages of 64 * D * 2 bytes of Q for each consumer (O leaves through them) and the slots of 128 * D * 2
 bytes, in all 224 KiB (q-block 128) or 112 KiB (64) at D = 128, 160 and 104 KiB at D = 64. D = 96 runs as 128, padded
 with zeros.
@@ -36,7 +36,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .arguments import check_tables
-from .hopper_device import bshd_descriptor, list_entry, list_row, next_slot, received, send, tile_of_program
+from .giving_way import programs_of
+from .hopper_device import (
+    bshd_descriptor,
+    first_tile,
+    list_entry,
+    list_row,
+    next_slot,
+    received,
+    send,
+    tile_after,
+    tile_of_program,
+)
 from .hopper_launch import (
     LOG2E,
     check_call,
@@ -94,7 +105,7 @@ def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.con
               NWG: gl.constexpr, NQ: gl.constexpr, NSLOT: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, state_desc = tensors
     q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar = buffers
-    count, index, order, next_tile = lists
+    count, index, order, next_tile, run = lists
     kv_index, q_range, num_heads, group = heads
     seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles = sizes
     slot = 0
@@ -102,10 +113,10 @@ def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.con
     # A fresh barrier counts as "phase 1 done": the first waits for an empty slot or stage fall through.
     phase = 1
     q_phase = 1
-    tile = gl.program_id(0)
+    tile = first_tile(run)
     while tile < num_tiles:
         # The counter answers while this tile is being loaded.
-        following_tile = gl.num_programs(0) + gl.atomic_add(next_tile, 1)
+        following_tile = tile_after(tile, next_tile, run, num_tiles)
         entry, head, block = tile_of_program(
             order, tile, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED
         )
@@ -310,8 +321,8 @@ def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: 
 
 
 @gluon.jit(do_not_specialize=[
-    "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads", "num_tiles",
-    "out_stride_b", "out_stride_s", "out_stride_h", "lse_stride_b", "lse_stride_h", "lse_stride_s",
+    "run", "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
+    "num_tiles", "out_stride_b", "out_stride_s", "out_stride_h", "lse_stride_b", "lse_stride_h", "lse_stride_s",
 ])  # fmt: skip
 def forward_kernel(
     q_desc,
@@ -325,6 +336,7 @@ def forward_kernel(
     index,
     order,
     next_tile,
+    run,
     kv_index,
     q_range,
     sc2,
@@ -355,7 +367,8 @@ def forward_kernel(
     """See the module's docstring. `out_desc` is None when `state_desc` and `out` (fp32, resumed from) are given.
 
     KB keys a k-block, NB k-blocks a tile, NWG consumers of 64 rows, NQ stages of Q, NSLOT ring slots, D columns in
-    shared memory, DV columns of the tensors. SHARED: heads or batch entries share lists. `next_tile` holds 0.
+    shared memory, DV columns of the tensors. SHARED: heads or batch entries share lists. `next_tile` holds 0. run: see
+    `tile_after`.
     """
     smem_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], q_desc.dtype)
     number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -376,7 +389,7 @@ def forward_kernel(
     tensors = (q_desc, k_desc, v_desc, state_desc)
     results = (out_desc, state_desc, out, lse)
     buffers = (q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar)
-    lists = (count, index, order, next_tile)
+    lists = (count, index, order, next_tile, run)
     heads = (kv_index, q_range, num_heads, group)
     sizes = (seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles)
     strides = (out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s)
@@ -463,9 +476,10 @@ def hopper_forward(
         return out, lse
     config = forward_config(head_dim, block_size_q, block_size_k)
     num_tiles = batch * num_heads * num_q
-    next_tile = torch.zeros(1, dtype=torch.int32, device=q.device)
+    programs, run = programs_of(num_tiles, multiprocessors(q.device) * (3 - config.num_consumers))
+    next_tile = torch.zeros(1, dtype=torch.int32, device=q.device) if run is None else None
     with torch.cuda.device(q.device):
-        forward_kernel[(min(num_tiles, multiprocessors(q.device) * (3 - config.num_consumers)),)](
+        forward_kernel[(programs,)](
             bshd_descriptor(q, 64, config.dim),
             bshd_descriptor(k, block_size_k, config.dim),
             bshd_descriptor(v, block_size_k, config.dim),
@@ -477,6 +491,7 @@ def hopper_forward(
             listed(lists.index),
             lists.order,
             next_tile,
+            run,
             kv_index,
             q_range,
             scale * LOG2E,

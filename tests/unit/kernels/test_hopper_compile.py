@@ -49,11 +49,15 @@ class Variant:
     kv_index: bool = False
     """A table of kv heads is given."""
     q_range: bool = False
+    runs: bool = False
+    """Programs have some tiles in a row, as inside `giving_way`."""
     grouped: bool = False
     """Several query heads share a kv head (backward pass only: there the kernel differs)."""
 
     def __str__(self) -> str:
-        options = [name for name in ("resume", "kv_index", "q_range", "grouped", "shared") if getattr(self, name)]
+        options = [
+            name for name in ("resume", "kv_index", "q_range", "grouped", "shared", "runs") if getattr(self, name)
+        ]
         direction = "backward" if self.backward else "forward"
         options += [] if self.listed else ["dense"]
         options += [] if self.tail else ["whole blocks"]
@@ -139,11 +143,12 @@ def compile_variant(variant: Variant) -> Usage:
     """Compile for sm_90; arguments without a type here and no constant are sizes and strides, or absent tensors."""
     kernel = backward_kernel if variant.backward else forward_kernel
     types, constants, registers = (_backward_arguments if variant.backward else _forward_arguments)(variant)
-    types |= {"count": "*i32", "order": "*i32", "next_tile": "*i32"} | (
-        {"index": f"*{variant.index}"} if variant.listed else {}
-    )
+    types |= {"count": "*i32", "order": "*i32"} | ({"index": f"*{variant.index}"} if variant.listed else {})
     sizes = {param.name for param in kernel.params if param.do_not_specialize}
     types |= dict.fromkeys(sizes, "i32")
+    if not variant.runs:
+        types |= {"next_tile": "*i32"}
+        del types["run"]
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
     source = GluonASTSource(kernel, signature, constants)
@@ -182,6 +187,11 @@ FORWARD = [
     Variant(dim=64),
     Variant(dim=64, block_q=64, block_k=64, resume=True),
     Variant(dim=96, resume=True),
+    *(
+        Variant(block_q=block, block_k=block, runs=True, resume=resume)
+        for block in (128, 64)
+        for resume in (False, True)
+    ),
 ]
 BACKWARD = [
     *(Variant(backward=True, block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
@@ -201,6 +211,9 @@ BACKWARD = [
     Variant(backward=True, dim=64, block_q=64, block_k=64, grouped=True),
     Variant(backward=True, dim=96),
     Variant(backward=True, dim=96, block_k=64),
+    *(Variant(backward=True, block_q=block, block_k=block, runs=True) for block in (128, 64)),
+    Variant(backward=True, runs=True, grads="bf16", grouped=True),
+    Variant(backward=True, dim=64, runs=True, grads="bf16"),
 ]
 TABLE = [*FORWARD, *BACKWARD]
 
@@ -211,7 +224,9 @@ def stack_limit(variant: Variant) -> int:
         return 0
     if variant.kv_index:
         return 40
-    return 16 if variant.grouped or (variant.dim, variant.block_k) == (64, 128) else 0
+    if variant.grouped or (variant.dim, variant.block_k) == (64, 128):
+        return 16
+    return 8 if variant.runs else 0
 
 
 # A few seconds each: those that the others vary run always.

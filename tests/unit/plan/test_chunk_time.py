@@ -17,9 +17,17 @@ def test_pipelined_us_leaves_the_first_and_last_exchange_in_the_open() -> None:
 def test_best_num_chunks_splits_only_where_it_gains() -> None:
     assert best_num_chunks(0.0, 1000.0) == 1
     assert best_num_chunks(100.0, 1000.0) == 1
-    assert best_num_chunks(400.0, 1000.0) == 3
-    assert best_num_chunks(400.0, 1000.0, most=2) == 2
+    assert best_num_chunks(4000.0, 10000.0) == 4
+    assert best_num_chunks(4000.0, 10000.0, most=2) == 2
     assert best_num_chunks(4000.0, 20000.0) == 4
+
+
+def test_best_num_chunks_launches_no_more_than_the_host_can() -> None:
+    """Where kernels are shorter than the host needs for another chunk, the device would wait for the host."""
+    assert best_num_chunks(900.0, 1000.0) == 1
+    assert best_num_chunks(900.0, 4999.0) == 1
+    assert best_num_chunks(900.0, 5000.0) == 2
+    assert best_num_chunks(900.0, 7000.0) == 3
 
 
 @pytest.mark.parametrize(
