@@ -28,8 +28,7 @@ from tests.unit.kernels.attention_cases import (
 pytestmark = pytest.mark.gpu
 
 # Half a unit of bf16 for the result and one for the weights, relative to values that may be larger than the result.
-# The largest weight of a row is not 1, and so is rounded too, where the kernel left a slightly smaller maximum alone:
-# the same steps on a CPU give up to 6.1e-3 in these cases, digit for digit what the kernel gives.
+# Where a slightly smaller maximum is left alone, the largest weight is not 1 and is rounded too: on a CPU up to 6.1e-3.
 OUT_TOLERANCE = 8e-3
 # Rounding weights and dS to bf16, all else in fp32 on a CPU, gives up to 4.3e-3 in these cases.
 GRADIENT_TOLERANCE = 5e-3
