@@ -33,6 +33,8 @@ class _Entry:
     """Imbalance of the last fresh plan on its own counts."""
     head_blocks: IntArray | None = None
     """Dense blocks of each head, of the newest counts known; all that outlives a change of the mesh."""
+    verdict: tuple[PartitionPlan, Workload, float] | None = None
+    """Imbalance of a plan on counts: those of a mask that is the same in every step are one object."""
 
 
 class PlanCache:
@@ -298,9 +300,9 @@ class PlanCache:
             return plan, True
         if plan is None or not fits(plan, candidate):
             return self._fresh(entry, candidate), False
-        current = barrier_imbalance(self._evaluate(plan, candidate))
+        current, same = self._imbalance(entry, plan, candidate)
         # Counts that were judged before give the same verdict again, without the cost of planning.
-        known = entry.judged is not None and candidate.same_counts(entry.judged)
+        known = same or (entry.judged is not None and candidate.same_counts(entry.judged))
         if known or not self.rule.worth_planning(current, entry.planned):
             self._judge(current - min(current, entry.planned))
             return plan, True
@@ -309,6 +311,13 @@ class PlanCache:
         used = fresh.imbalance if switch and not after_the_fact else current
         self._judge(max(0.0, used - fresh.imbalance))
         return (fresh, False) if switch else (plan, True)
+
+    def _imbalance(self, entry: _Entry, plan: PartitionPlan, candidate: Workload) -> tuple[float, bool]:
+        """Imbalance of the plan on these counts, and whether the decision before was about both of them."""
+        if entry.verdict is not None and entry.verdict[0] is plan and entry.verdict[1] is candidate:
+            return entry.verdict[2], True
+        entry.verdict = plan, candidate, barrier_imbalance(self._evaluate(plan, candidate))
+        return entry.verdict[2], False
 
     def _checked(self, plan: PartitionPlan, workload: Workload) -> PartitionPlan:
         """A planner's answer, if it is a plan for these counts and this mesh."""
