@@ -136,7 +136,7 @@ def test_select_prefers_the_mesh_without_a_tail() -> None:
 
 
 def test_training_keeps_the_chunks_of_the_forward_pass() -> None:
-    workload = workload_in(random_mask(1, 12, 24, 24), 2, 1)
+    workload = workload_in(random_mask(1, 12, 72, 72), 2, 1)
     shape = AttentionShape(head_dim=4, block_size_q=2, block_size_k=2)
     links = (make_curve("all_to_all", 3.0, 4.0), make_curve("p2p", 4.0, 8.0))
     model = LatencyModel(make_calibration(links=links), shape, decoupled=True, num_chunks="auto")
