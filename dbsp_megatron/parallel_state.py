@@ -195,7 +195,8 @@ class SequenceParallelGroups:
                 continue
             key = tuple(members), urgent
             if key not in self._known:
-                self._known[key] = self._new_group(members, "nccl" if urgent else None, urgent=urgent)
+                backend = dist.get_backend_config(self.group) if urgent else None
+                self._known[key] = self._new_group(members, backend, urgent=urgent)
             if self.ranks[self.rank] in members:
                 mine = self._known[key]
         return mine
