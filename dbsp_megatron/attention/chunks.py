@@ -5,6 +5,8 @@ Dims: B batch, m tokens of the chunk at home, h K/V heads here, D/Dv head dims, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +61,12 @@ class Ring:
     prefetch: int = 2
     """Chunks that are on their way while the attention of one before is computed."""
 
-    def swap(self, send: Tensor, receive_size: int, shift: int) -> PeerSwap:
-        """Start to send a buffer `shift` ranks on; see `PeerSwap`."""
+    def swap(self, send: Sequence[Tensor], shapes: Sequence[Sequence[int]], shift: int) -> PeerSwap:
+        """Start to send tensors `shift` ranks on; see `PeerSwap`."""
         if self.group is None:
             raise RuntimeError("a ring of one rank swaps nothing")
-        self.traffic.bytes_sent += send.numel() * send.element_size()
-        return PeerSwap(send, receive_size, self.group, shift)
+        self.traffic.bytes_sent += sum(x.numel() * x.element_size() for x in send)
+        return PeerSwap(send, shapes, self.group, shift)
 
 
 class ChunkStream:
@@ -76,7 +78,7 @@ class ChunkStream:
 
     def __init__(self, k: Tensor, v: Tensor, route: ChunkRoute, ring: Ring) -> None:
         self._k, self._v, self._route, self._ring = k, v, route, ring
-        self._whole: Tensor | None = None
+        self._whole: tuple[Tensor, Tensor] | None = None
         self._posted = 0
         self._swaps: dict[int, PeerSwap] = {}
 
@@ -88,34 +90,31 @@ class ChunkStream:
         self.post(step + self._ring.prefetch)
         if step == 0:
             return self._k, self._v
-        flat = self._swaps.pop(step).wait()
-        (batch, _, heads, dim), dim_v = self._k.shape, self._v.shape[3]
-        count = self._route.receive_counts[step]
-        k, v = flat.split([batch * count * heads * dim, batch * count * heads * dim_v])
-        return k.view(batch, count, heads, dim), v.view(batch, count, heads, dim_v)
+        k, v = self._swaps.pop(step).wait()
+        return k, v
 
     def post(self, last_step: int) -> None:
         """Start the transfers of all steps up to one."""
         while self._posted < min(last_step, self._route.num_steps - 1):
             self._posted += 1
-            self._swaps[self._posted] = self._ring.swap(
-                self._rows(self._posted), self._size(self._route.receive_counts[self._posted]), self._posted
-            )
+            came = self._route.receive_counts[self._posted]
+            shapes = [(x.shape[0], came, *x.shape[2:]) for x in (self._k, self._v)]
+            self._swaps[self._posted] = self._ring.swap(self._rows(self._posted), shapes, self._posted)
 
-    def _size(self, rows: int) -> int:
-        batch, _, heads, dim = self._k.shape
-        return batch * rows * heads * (dim + self._v.shape[3])
-
-    def _rows(self, step: int) -> Tensor:
-        """K, then V, of the rows that go out at a step, in one flat buffer."""
-        if not self._route.send_counts[step]:
-            return self._k.new_empty(0)
-        if self._route.send_rows[step] is None:
-            if self._whole is None:
-                self._whole = torch.cat([self._k.reshape(-1), self._v.reshape(-1)])
+    def _rows(self, step: int) -> tuple[Tensor, Tensor]:
+        """K and V of the rows that go out at a step."""
+        count = self._route.send_counts[step]
+        if count and self._route.send_rows[step] is None:
+            # As they lie: no copy beside the message. What is not contiguous is made so once.
+            self._whole = self._whole or (self._k.contiguous(), self._v.contiguous())
             return self._whole
+        shapes = [(x.shape[0], count, *x.shape[2:]) for x in (self._k, self._v)]
+        if not count:
+            return self._k.new_empty(shapes[0]), self._v.new_empty(shapes[1])
         index = self._route.index(step, self._k.shape[2])
-        return pack((self._k, self._v), (index, index))
+        flat = pack((self._k, self._v), (index, index))
+        k, v = flat.split([math.prod(shape) for shape in shapes])
+        return k.view(shapes[0]), v.view(shapes[1])
 
 
 class GradientStream:
@@ -139,10 +138,10 @@ class GradientStream:
             step: the step, each once, in order.
             gradients: dk and dv [B, rows that came at that step, h, D]; None if nothing came.
         """
-        flat = self._dk.new_empty(0) if gradients is None else torch.cat([x.reshape(-1) for x in gradients])
-        (batch, _, heads, dim), dim_v = self._dk.shape, self._dv.shape[3]
-        size = batch * self._route.send_counts[step] * heads * (dim + dim_v)
-        self._swaps.append((step, self._ring.swap(flat, size, -step)))
+        totals = (self._dk, self._dv)
+        going = gradients or tuple(x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in totals)
+        shapes = [(x.shape[0], self._route.send_counts[step], *x.shape[2:]) for x in totals]
+        self._swaps.append((step, self._ring.swap(going, shapes, -step)))
         if len(self._swaps) > self._ring.prefetch:
             self._add(*self._swaps.pop(0))
 
@@ -153,14 +152,8 @@ class GradientStream:
         self._swaps.clear()
 
     def _add(self, step: int, swap: PeerSwap) -> None:
-        flat, count = swap.wait(), self._route.send_counts[step]
-        if not count:
-            return
-        (batch, _, heads, dim), dim_v = self._dk.shape, self._dv.shape[3]
-        rows = batch * count * heads
-        parts = flat.split([rows * dim, rows * dim_v])
-        for total, part, size in zip((self._dk, self._dv), parts, (dim, dim_v), strict=True):
-            part = part.view(batch, count, heads, size)
-            index = self._route.send_rows[step]
-            # Rows are named once, so the sum does not depend on the order in which a kernel adds them.
-            total.add_(part) if index is None else total.index_add_(1, index, part)
+        index = self._route.send_rows[step]
+        for total, part in zip((self._dk, self._dv), swap.wait(), strict=True):
+            if part.shape[1]:
+                # Rows are named once, so the sum does not depend on the order in which a kernel adds them.
+                total.add_(part) if index is None else total.index_add_(1, index, part)
