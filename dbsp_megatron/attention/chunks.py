@@ -121,39 +121,73 @@ class GradientStream:
     """dK and dV of the chunks of other ranks on their way home, added there in the order of the steps.
 
     Args:
-        dk: gradient of the own chunk of K so far, [B, m, h, D]; added to in place.
-        dv: the same of V.
+        shapes: of dK and dV of the own chunk, [B, m, h, D] and [B, m, h, Dv].
         route: as of the K and V that the gradients belong to.
         ring: the ranks.
+        own: dk and dv of the own chunk so far, of `shapes`, added to in place; None if they come with `finish`, which
+            needs a ring of at most `ring.prefetch` other ranks.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, route: ChunkRoute, ring: Ring) -> None:
-        self._dk, self._dv, self._route, self._ring = dk, dv, route, ring
+    def __init__(
+        self,
+        shapes: tuple[Sequence[int], Sequence[int]],
+        route: ChunkRoute,
+        ring: Ring,
+        own: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self._shapes, self._route, self._ring, self._own = shapes, route, ring, own
         self._swaps: list[tuple[int, PeerSwap]] = []
 
-    def send(self, step: int, gradients: tuple[Tensor, Tensor] | None) -> None:
+    def send(self, step: int, gradients: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Send home what a step gave, and start to receive what the own chunk gave elsewhere at that step.
 
         Args:
             step: the step, each once, in order.
             gradients: dk and dv [B, rows that came at that step, h, D]; None if nothing came.
+            like: any gradient.
         """
-        totals = (self._dk, self._dv)
-        going = gradients or tuple(x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in totals)
-        shapes = [(x.shape[0], self._route.send_counts[step], *x.shape[2:]) for x in totals]
-        self._swaps.append((step, self._ring.swap(going, shapes, -step)))
-        if len(self._swaps) > self._ring.prefetch:
-            self._add(*self._swaps.pop(0))
+        nothing = [like.new_empty((shape[0], 0, *shape[2:])) for shape in self._shapes]
+        shapes = [(shape[0], self._route.send_counts[step], *shape[2:]) for shape in self._shapes]
+        self._swaps.append((step, self._ring.swap(gradients or nothing, shapes, -step)))
+        if self._own is not None and len(self._swaps) > self._ring.prefetch:
+            step, swap = self._swaps.pop(0)
+            self._add(step, swap.wait(), self._own)
 
-    def finish(self) -> None:
-        """Wait for the gradients still under way."""
+    def finish(self, parts: Sequence[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Wait for the gradients still under way.
+
+        Args:
+            parts: heads, dk and dv of the own chunk, all heads once; `own` if that was given.
+            dtype: of the result.
+
+        Returns:
+            dk and dv of the own chunk with what came.
+        """
         for step, swap in self._swaps:
-            self._add(step, swap)
+            came = swap.wait()
+            for heads, dk, dv in parts:
+                self._add(step, [x[:, :, heads] for x in came], (dk, dv))
         self._swaps.clear()
+        return (
+            joined_heads([(heads, dk) for heads, dk, _ in parts], dtype),
+            joined_heads([(heads, dv) for heads, _, dv in parts], dtype),
+        )
 
-    def _add(self, step: int, swap: PeerSwap) -> None:
+    def _add(self, step: int, came: Sequence[Tensor], totals: tuple[Tensor, Tensor]) -> None:
         index = self._route.send_rows[step]
-        for total, part in zip((self._dk, self._dv), swap.wait(), strict=True):
+        for total, part in zip(totals, came, strict=True):
             if part.shape[1]:
                 # Rows are named once, so the sum does not depend on the order in which a kernel adds them.
                 total.add_(part) if index is None else total.index_add_(1, index, part)
+
+
+def joined_heads(parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Tensors [B, n, some heads, D] in their places of one [B, n, h, D] in `dtype`."""
+    if len(parts) == 1:
+        return parts[0][1].to(dtype)
+    first = parts[0][1]
+    shape = (*first.shape[:2], sum(x.shape[2] for _, x in parts), first.shape[3])
+    whole = first.new_empty(shape, dtype=dtype)
+    for heads, x in parts:
+        whole[:, :, heads] = x
+    return whole
