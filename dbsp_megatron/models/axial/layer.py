@@ -16,7 +16,7 @@ from torch import Tensor
 from dbsp_megatron.dsp import DspRun, Stage
 from dbsp_megatron.models.axial.config import AxialConfig
 from dbsp_megatron.models.axial.sparse import SparseAttention
-from dbsp_megatron.models.dense_attention import dense_attention
+from dbsp_megatron.attention.dense import dense_attention
 from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules

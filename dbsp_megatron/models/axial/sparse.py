@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from dbsp_megatron.attention.api import block_sparse_attention
 from dbsp_megatron.masks import MaskMethod
 
 _MIN_BLOCKS = 4
-_HEAD_DIM_STEP = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,11 +43,7 @@ class SparseAttention:
         """
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         mask = self.method.mask(q, k, layer, self.step, None, self.block_size, v=v)
-        head_dim, scale = q.shape[-1], q.shape[-1] ** -0.5
-        # Kernels take head dims in steps of 16; channels of zeros change no score.
-        if missing := -head_dim % _HEAD_DIM_STEP:
-            q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-        out = block_sparse_attention(q, k, v, mask, scale, return_lse=False, engine=self.engine)
+        out = block_sparse_attention(q, k, v, mask, return_lse=False, engine=self.engine)
         if not isinstance(out, Tensor):
             raise TypeError("block_sparse_attention returned lse, which was not asked for")
-        return out[..., :head_dim].transpose(0, 1).flatten(2)
+        return out.transpose(0, 1).flatten(2)

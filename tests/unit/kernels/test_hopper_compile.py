@@ -182,6 +182,8 @@ FORWARD = [
     Variant(dim=64),
     Variant(dim=64, block_q=64, block_k=64, resume=True),
     Variant(dim=96, resume=True),
+    Variant(dim=72),
+    Variant(dim=40, block_q=64, block_k=64),
 ]
 BACKWARD = [
     *(Variant(backward=True, block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
@@ -201,6 +203,9 @@ BACKWARD = [
     Variant(backward=True, dim=64, block_q=64, block_k=64, grouped=True),
     Variant(backward=True, dim=96),
     Variant(backward=True, dim=96, block_k=64),
+    Variant(backward=True, dim=72, grads="bf16"),
+    Variant(backward=True, dim=72, block_k=64),
+    Variant(backward=True, dim=40),
 ]
 TABLE = [*FORWARD, *BACKWARD]
 
