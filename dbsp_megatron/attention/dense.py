@@ -29,8 +29,8 @@ def dense_attention(
         grouped = q.shape[-3] != k.shape[-3]
         if not (q.is_cuda and bias is None and q.dim() == 4 and len(q) > _MAX_BATCH):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
-        parts = zip(*(x.split(_MAX_BATCH) for x in (q, k, v)), strict=True)
-        return torch.cat([F.scaled_dot_product_attention(*x, scale=scale, enable_gqa=grouped) for x in parts])
+        pieces = zip(*(x.split(_MAX_BATCH) for x in (q, k, v)), strict=True)
+        return torch.cat([dense_attention(*piece, scale=scale) for piece in pieces])
     # PyTorch's operator gives no gradient of the bias for nothing, and ranks would go on to reduce other parameters.
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
     scores = q @ k.transpose(-1, -2)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.compat import in_backward
 from dbsp_megatron.dsp.exchange import Move
 from dbsp_megatron.dsp.functions import Gather, GatherCopies, Split, Switch
+from dbsp_megatron.dsp.group import DspGroup
 from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.patterns import Pattern, parse
 from dbsp_megatron.dsp.planner import all_layouts, cheapest_moves, fits_stage
@@ -20,6 +22,7 @@ from dbsp_megatron.dsp.primitives import GradKind, check_grad_kind
 from dbsp_megatron.dsp.stages import Stage, StagePlan, follow
 from dbsp_megatron.dsp.tags import tag, tag_of
 from dbsp_megatron.dsp.unit_attention import attend_over
+from dbsp_megatron.dsp.unit_plan import UnitPlan, UnitShape, mask_key, plans
 
 if TYPE_CHECKING:
     from dbsp_megatron.dsp.session import DspSession
@@ -46,6 +49,7 @@ class DspRun:
         self._open = True
         self._entered: dict[str, tuple[Layout, Layout]] = {}
         self._recorded: list[Stage] = []
+        self._unit_plans: dict[tuple[object, ...], UnitPlan] = {}
 
     def __enter__(self) -> DspRun:
         return self
@@ -77,6 +81,21 @@ class DspRun:
     def positions(self, name: str, stage: str | None = None) -> range:
         """Entries of a grid dim on this rank, counted in the whole: for RoPE, position embeddings and masks."""
         return self._positions(name, self.layout if stage is None else self._entered[stage][1])
+
+    def cut_of(self, name: str, stage: str) -> tuple[DspGroup, tuple[int, ...]]:
+        """The ranks that cut a grid dim in a stage whose attention over it is in units, and its length on each.
+
+        Raises:
+            ValueError: the dim is whole there, or cut by several axes.
+        """
+        layout, dim = self._entered[stage][1], self._session.grid.index(name)
+        cutting = [axis for axis in layout.shards[dim] if axis.size > 1]
+        if len(cutting) != 1:
+            raise ValueError(
+                f"dsp: {name!r} is cut by {len(cutting)} axes in stage {stage!r}, expected 1: see the plan"
+            )
+        mesh = self._session.mesh
+        return mesh.groups[cutting[0].name], layout.pieces(dim, cutting[0], mesh.coords)
 
     def enter(self, x: Tensor, pattern: str, *, grad: GradKind = "partial") -> Tensor:
         """This rank's part of a tensor that all ranks hold, cut as the stream is now; sends nothing forward.
@@ -217,7 +236,8 @@ class DspRun:
             v: [..., Hkv, Dv].
             pattern: names of their dims, such as "B T S H D".
             over: the attended dim.
-            options: mask, scale, tolerance, block_size and engine of `attend_units`.
+            options: mask, scale, tolerance, block_size and engine of `attend_units`; units of a mask stay where they
+                were in the pass before while that does. `check=False` where the mask is known to be equal on all ranks.
 
         Returns:
             [..., H, Dv].
@@ -226,7 +246,17 @@ class DspRun:
             raise ValueError(f"dsp: attend of stage {name!r}, which was not entered: call stage() or into() before")
         names, layout = parse(pattern), self._entered[name][1]
         opened = [names.open(x, self._local(layout), f"dsp: attend of {name!r}", self._sizes) for x in (q, k, v)]
-        out = attend_over(opened, names, over, layout, self._session.grid, self._session.mesh, options)
+        session = self._session
+
+        def find(shape: UnitShape, mask: BlockMask, tolerance: float, rank: int, device: torch.device) -> UnitPlan:
+            # A recompute finds the very plan, as other passes may have moved the units since.
+            key = (name, shape, mask_key(mask), tolerance)
+            if key not in self._unit_plans or not in_backward():
+                site = None if mask.made_dense else (session.number, name)
+                self._unit_plans[key] = plans.find(shape, mask, tolerance, rank, device, site)
+            return self._unit_plans[key]
+
+        out = attend_over(opened, names, over, layout, session.grid, session.mesh, find, options)
         return self._tagged(names.close(out), names, layout)
 
     def mark(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.dsp.layout import Layout
@@ -13,6 +16,7 @@ from dbsp_megatron.dsp.run import DspRun
 from dbsp_megatron.dsp.stages import Stage, StagePlan, SwitchStep
 
 _MAX_PLANS = 64
+_numbers = itertools.count()
 
 
 class DspSession:
@@ -26,6 +30,9 @@ class DspSession:
         stages: what a pass computes, in order; None records them.
         cut: names of the dims that may be cut; all of the grid if None.
         check_stages: let ranks compare name, layout and dtype at every stage, for debugging.
+
+    Attributes:
+        number: of this session in this process.
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class DspSession:
         self.cut = self.grid if cut is None else tuple(cut)
         self.stages = None if stages is None else tuple(stages)
         self._plans: OrderedDict[tuple[int, ...], StagePlan] = OrderedDict()
+        self.number = next(_numbers)
         self._moves: dict[tuple[Layout, Layout], tuple[SwitchStep, ...]] = {}
 
     @property
@@ -90,7 +98,12 @@ class DspSession:
         self._plans.clear()
 
     def run(
-        self, lengths: Mapping[str, int], sizes: Mapping[str, int] | None = None, *, problem: str | None = None
+        self,
+        lengths: Mapping[str, int],
+        sizes: Mapping[str, int] | None = None,
+        *,
+        problem: str | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> DspRun:
         """Begin a pass: `with session.run({"T": 16, "S": 1024}) as run:`. One gather of a few host integers.
 
@@ -99,6 +112,7 @@ class DspSession:
             sizes: lengths of other dims that share a dim in a pattern, such as B in "(B T) S C"; those of tensors that
                 enter are known without.
             problem: an error of the caller on this rank, which all ranks raise in place of the pass.
+            facts: what else must be equal on all ranks, such as the dtype, as values that print alike.
 
         Raises:
             ValueError: on every rank: lengths or stages do not fit, a rank has a problem, or ranks differ.
@@ -121,5 +135,10 @@ class DspSession:
                 "declare the same stages on all ranks, or call session.forget() on all of them",
             ),
         }
+        known = {"gradients": torch.is_grad_enabled(), **(facts or {})}
+        told = ", ".join(f"{name}: {value}" for name, value in known.items())
+        beliefs["the call"] = Belief(
+            digest_int(told), lambda: told, "call the model with the same options on all ranks"
+        )
         self.mesh.agree("dsp: begin of a pass", problem, beliefs)
         return DspRun(self, plan, {name: lengths[name] for name in self.grid}, dict(sizes or {}))

@@ -29,15 +29,16 @@ class AxialDiT(VideoDiT):
     """Predicts a tensor per video patch, as `VideoDiT` does, by attention along one dim in each layer.
 
     With a mesh, a rank holds the part of the video that `local_positions` names; the stream is switched between layers
-    as the stage planner says, and the prediction comes back for the same part. A loss summed over local tokens gives
-    parameter gradients that are to be summed over the ranks.
+    as the stage planner says, and the prediction comes back for the same part. Where every switch would leave ranks
+    idle (images, fewer frames than ranks), the stream stays and attention is computed in (frame, head) units. A loss
+    summed over local tokens gives parameter gradients that are to be summed over the ranks.
 
     Args:
         config: The model description.
         sp: Of strategy dsp: the ranks that share a video, where `mesh` is not given; None for one rank.
         mesh: The ranks that share a video, with several axes if it has.
         pg_collection: As in `VideoDiT`; tensor and pipeline parallelism are refused.
-        core_attention: Replaces dense attention along dim 0 of [s, b, h, d].
+        core_attention: Replaces dense attention along dim 0 of [s, b, h, d]; there are no units then.
         sequence_parallel: Must be False, it belongs to tensor parallelism.
 
     Attributes:
@@ -79,7 +80,9 @@ class AxialDiT(VideoDiT):
             mesh = DspMesh(DspGroup(sp.group, "dsp", control_group=sp.groups.control_group))
         self.session: DspSession | None = None
         if mesh is not None:
-            self.session = DspSession(mesh, config.grid_dims, stages=axial_stages(config))
+            # An attention of the caller's may be made for the heads of the model alone.
+            stages = axial_stages(config, in_units=core_attention is None)
+            self.session = DspSession(mesh, config.grid_dims, stages=stages)
         self.fps_embed: TimestepEmbedding | None = None
         if config.fps is not None:
             self.fps_embed = TimestepEmbedding(config, self.config.params_dtype)
@@ -188,7 +191,8 @@ class AxialDiT(VideoDiT):
                 raise ValueError(problem)
             return self._predict(None, video_tokens, timestep, grid, context, fps, sparse)
         sizes = {"B": len(timestep)} | ({} if context is None else {"L": context.shape[1]})
-        with self.session.run(lengths, sizes, problem=problem) as run:
+        facts = {"dtype": video_tokens.dtype, "fps": fps is not None, "sparse": sparse and sparse.describe()}
+        with self.session.run(lengths, sizes, problem=problem, facts=facts) as run:
             return self._predict(run, video_tokens, timestep, grid, context, fps, sparse)
 
     def _predict(
