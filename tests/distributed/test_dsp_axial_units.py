@@ -1,0 +1,224 @@
+"""Video models whose ranks outnumber frames: attention in (frame, head) units equals one process, dense and sparse."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dbsp_megatron.dsp import StagePlan, explain, unit_plan_of
+from dbsp_megatron.masks import MaskMethod
+from dbsp_megatron.masks.sparge import SpargeMask
+from dbsp_megatron.masks.sparse_videogen import SparseVideoGenMask
+from dbsp_megatron.masks.top_k import TopKMask
+from dbsp_megatron.masks.top_p import TopPMask
+from dbsp_megatron.models.axial import AxialConfig, AxialDiT
+from dbsp_megatron.models.axial.layer import axial_stages
+from dbsp_megatron.models.axial.sparse import SparseAttention
+from tests.distributed.axial_models import build, guidance, inputs, part, reference, tiny
+from tests.distributed.dsp_models import check, mesh_of_world, refused, summed
+from tests.harness import run_ranks
+from tests.unit.models.cores import gradients
+
+# Images; fewer frames than ranks, odd lengths; places fewer than ranks, so that frames of T layers are cut; one token.
+CASES = [((1, 1, 9), 3), ((1, 3, 3), 1), ((3, 1, 7), 2), ((2, 1, 5), 1), ((7, 1, 2), 2), ((1, 1, 1), 1)]
+# Blocks of 2 in at least four blocks, the last one short; unlike between heads, frames and samples.
+METHODS = (TopPMask(top_p=0.4), SpargeMask(top_p=0.3, similarity=0.4), TopKMask(density=0.3))
+
+
+def _grouped(name: str) -> AxialConfig:
+    """Four query heads, two for K and V, and as many channels."""
+    return tiny(name, num_heads=4, num_kv_heads=2, head_dim=4)
+
+
+def _plan(model: AxialDiT) -> StagePlan:
+    assert model.session is not None
+    plan = model.session.last_plan
+    assert plan is not None
+    return plan
+
+
+def _step(model: AxialDiT, given: dict[str, Any], weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    positions = model.local_positions(given["grid"])
+    out = model(**part(model, given))
+    (out * weights[:, positions]).sum().backward()
+    grads = summed(gradients(model))
+    model.zero_grad(set_to_none=True)
+    return out.detach(), grads
+
+
+def _parity(rank: int, world_size: int, name: str, method: MaskMethod | None) -> int:
+    config = _grouped(name)
+    model = build(config, mesh_of_world())
+    assert model.session is not None
+    units = 0
+    for grid, batch in CASES:
+        given, weights = inputs(config, grid, batch)
+        if batch == 2:
+            given = guidance(given)
+        if method is not None:
+            given["sparse"] = SparseAttention(method=method, block_size=2, engine="torch")
+        want, wanted = reference(config, given, weights)
+        traffic = model.session.mesh.traffic
+        traffic.reset()
+        got, grads = _step(model, given, weights)
+        plan = _plan(model)
+        torch.testing.assert_close(got, want[:, model.local_positions(grid)], rtol=0, atol=1e-11)
+        check(grads, wanted, f"{name} {grid} {batch}")
+        in_units = [step.stage.name for step in plan.steps if step.in_units]
+        units += len(in_units)
+        text = explain(model.session, quiet=True)
+        assert all(f"{stage}: attention in units over dsp:{world_size}" in text for stage in in_units)
+        if method is None:
+            assert traffic.total_bytes == _bytes(plan, config, batch, rank), (name, grid, batch)
+    return units
+
+
+def _bytes(plan: StagePlan, config: AxialConfig, batch: int, rank: int) -> int:
+    """What a rank sends forward and backward: switches, q, k, v to units and outputs back, the prediction home."""
+    size, dims, (axis,) = 8, plan.grid, [link.axis for link in plan.links]
+    coords = {axis.name: rank}
+    total = 0
+    for _, move, layout, _ in plan.switches():
+        back = (move.apply(layout), dataclasses.replace(move, from_dim=move.to_dim, to_dim=move.from_dim))
+        total += (move.sent(layout, coords) + back[1].sent(back[0], coords)) * config.hidden_size * batch * size
+    if plan.start != plan.end:
+        (source,), (target,) = ([at for at, axes in enumerate(x.shards) if axes] for x in (plan.end, plan.start))
+        kept, cut = plan.start.bounds(target, coords)[1], plan.end.bounds(source, coords)[1]
+        there = (plan.shape[target] - kept) * cut + (plan.shape[source] - cut) * kept
+        rest = math.prod(plan.shape) // (plan.shape[target] * plan.shape[source])
+        total += there * rest * config.patch_out_dim * batch * size
+    for step in plan.steps:
+        if step.in_units:
+            (dim,) = step.stage.needs
+            total += _unit_bytes(plan, config, batch, rank, dims.index(dim)) * size
+    return total
+
+
+def _unit_bytes(plan: StagePlan, config: AxialConfig, batch: int, rank: int, dim: int) -> int:
+    """Entries of q, k, v and output that a rank sends, forward and backward, unit by unit."""
+    num_ranks = plan.links[0].axis.size
+    others = [length for at, length in enumerate(plan.shape) if at != dim]
+    length, heads, kv_heads, width = plan.shape[dim], config.num_heads, config.kv_heads, config.heads_dim
+    unit_plan = unit_plan_of((length, *others, batch), 0, num_ranks, heads, kv_heads=kv_heads)
+    here = length // num_ranks + (rank < length % num_ranks)
+    sent, keys = 0, set()
+    for unit, begin, end, owner in unit_plan.items.tolist():
+        rows = min(64 * end, length) - 64 * begin
+        assert rows == length, "short sequences are one block"
+        # q there and dout; out back and dq.
+        sent += 2 * (here if owner != rank else rows - here) * width
+        keys.add((unit * kv_heads // heads, owner))
+    for _, owner in keys:
+        # k and v there; their gradients back.
+        sent += 2 * (here if owner != rank else length - here) * width
+    return sent
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(2, "open_sora_plan_1_1"), (3, "stdit3_xl_2"), (4, "latte_xl_2")])
+def test_dense_units_equal_one_process_and_send_what_the_formula_says(world_size: int, name: str) -> None:
+    units = run_ranks(_parity, world_size, name, None)
+    assert units[0] > 0
+    assert len(set(units)) == 1
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(5, "stdit3_xl_2"), (4, "axial_k3")])
+def test_other_ranks_and_models(world_size: int, name: str) -> None:
+    assert run_ranks(_parity, world_size, name, None)[0] > 0
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_masks_of_units_do_not_depend_on_the_ranks(method: MaskMethod) -> None:
+    """Blocks are shared by ranks, whose lengths are no multiples of blocks."""
+    for world_size in (2, 3, 5):
+        assert run_ranks(_parity, world_size, "stdit3_xl_2", method)[0] > 0
+
+
+def _changing(rank: int, world_size: int) -> list[int]:
+    """Masks that change from step to step: units stay while they balance; recomputed passes are under way in pairs."""
+    moved = []
+    for kind in ("none", "full", "selective"):
+        config = tiny("stdit3_xl_2", recompute=kind, num_heads=4, head_dim=4)
+        model = build(config, mesh_of_world())
+        for step in range(3):
+            made = []
+            for grid, scale in (((3, 1, 11), 1.0), ((1, 1, 11), 3.0 + step), ((3, 1, 11), 5.0)):
+                given, weights = inputs(config, grid, 2)
+                given["video_tokens"] = given["video_tokens"].roll(step, 1) * scale
+                given["sparse"] = SparseAttention(
+                    method=TopPMask(top_p=0.2 + 0.3 * step), block_size=2, engine="torch", step=step
+                )
+                made.append((given, weights))
+            outs = [model(**part(model, given)) for given, _ in made]
+            for (given, weights), out in zip(reversed(made), reversed(outs), strict=True):
+                want, wanted = reference(config, given, weights)
+                positions = model.local_positions(given["grid"])
+                torch.testing.assert_close(out.detach(), want[:, positions], rtol=0, atol=1e-11)
+                (out * weights[:, positions]).sum().backward()
+                check(summed(gradients(model)), wanted, f"{kind} {step}")
+                model.zero_grad(set_to_none=True)
+        moved.append(sum(each.in_units for each in _plan(model).steps))
+    return moved
+
+
+def test_changing_masks_with_recompute_and_passes_in_between() -> None:
+    for world_size in (2, 4):
+        assert all(min(units) > 0 for units in run_ranks(_changing, world_size))
+
+
+def _precision(rank: int, world_size: int) -> None:
+    config = _grouped("stdit3_xl_2")
+    for method in (None, METHODS[0]):
+        given, weights = inputs(config, (3, 1, 11), 2, torch.float32)
+        if method is not None:
+            given["sparse"] = SparseAttention(method=method, block_size=2, engine="torch")
+        want, wanted = reference(config, given, weights, torch.float32)
+        model = build(config, mesh_of_world(), torch.float32)
+        got, grads = _step(model, given, weights)
+        largest = float(want.abs().max())
+        assert float((got - want[:, model.local_positions((3, 1, 11))]).abs().max()) <= 1e-5 * largest
+        for key, grad in grads.items():
+            assert float((grad - wanted[key]).abs().max()) <= 1e-5 * max(1.0, float(wanted[key].abs().max())), key
+        with torch.no_grad():
+            assert torch.equal(model(**part(model, given)), got)
+
+
+def test_single_precision_is_within_1e_5() -> None:
+    run_ranks(_precision, 4)
+
+
+def _refusals(rank: int, world_size: int) -> list[str]:
+    config = _grouped("stdit3_xl_2")
+    model = build(config, mesh_of_world())
+    given, _ = inputs(config, (3, 1, 11), 1)
+    mine = part(model, given)
+    sparse = {
+        "grid": SparseAttention(method=SparseVideoGenMask(), block_size=2),
+        "differs": SparseAttention(method=TopKMask(density=0.3 + 0.1 * rank), block_size=2, engine="torch"),
+        "step": SparseAttention(method=TopKMask(), block_size=2, engine="torch", step=rank),
+        "heads": SparseAttention(method=SpargeMask(top_p=(0.3, 0.4)), block_size=2, engine="torch"),
+    }
+    texts = [refused(partial(model, **mine, sparse=each)) for each in sparse.values()]
+    with torch.set_grad_enabled(rank == 0):
+        texts.append(refused(partial(model, **mine)))
+    texts.append(refused(partial(model, **mine)))
+    return texts
+
+
+def test_wrong_sparse_attention_is_refused_on_every_rank() -> None:
+    """Also on ranks that hold nothing; afterwards the model runs."""
+    words = ["needs the token grid", "disagree about the call", "step 1", "heads", "gradients: False", "accepted"]
+    for texts in run_ranks(_refusals, 4):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text, (word, text)
+
+
+def test_attention_of_the_callers_is_not_cut_into_units() -> None:
+    config = _grouped("stdit3_xl_2")
+    assert all(stage.units == 4 for stage in axial_stages(config))
+    assert not any(stage.units for stage in axial_stages(config, in_units=False))
