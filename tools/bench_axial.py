@@ -208,7 +208,9 @@ def shares(call: Callable[[], None], device: torch.device) -> dict[str, float]:
 
 def measure(bench: AxialBench, num_ranks: int) -> list[dict[str, Any]]:
     """Records of one number of ranks, by kind of pass; `ms` is None where it could not run, `fail` says why."""
-    records: list[dict[str, Any]] = [{"ranks": num_ranks, "kind": kind, "ms": None, "fail": None} for kind in bench.kinds]
+    records: list[dict[str, Any]] = [
+        {"ranks": num_ranks, "kind": kind, "ms": None, "fail": None} for kind in bench.kinds
+    ]
     try:
         measured = Measured(bench, num_ranks)
         clock = Clock(measured.device)

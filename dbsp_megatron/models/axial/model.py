@@ -88,6 +88,7 @@ class AxialDiT(VideoDiT):
             self.fps_embed = TimestepEmbedding(config, self.config.params_dtype)
             self.fps_embed.scale = 1.0
             self.reset_parameters()
+        self._masks: dict[tuple[object, ...], str | None] = {}
         self._tables: dict[tuple[object, ...], LocalTokens] = {}
 
     def _layer_specs(
@@ -134,7 +135,13 @@ class AxialDiT(VideoDiT):
         return self._tables[key]
 
     def _problem(
-        self, video_tokens: Tensor, timestep: Tensor, grid: Grid, context: Tensor | None, fps: Tensor | None
+        self,
+        video_tokens: Tensor,
+        timestep: Tensor,
+        grid: Grid,
+        context: Tensor | None,
+        fps: Tensor | None,
+        sparse: SparseAttention | None,
     ) -> str | None:
         """What is wrong with the arguments of this rank."""
         try:
@@ -156,7 +163,17 @@ class AxialDiT(VideoDiT):
                 )
         except ValueError as error:
             return str(error)
-        return None
+        return None if sparse is None else self._problem_of(sparse, tuple(self.dit_config.lengths(grid).values()))
+
+    def _problem_of(self, sparse: SparseAttention, lengths: tuple[int, ...]) -> str | None:
+        """What is wrong with masks, found once for a method and lengths."""
+        key = (sparse.method.describe(), sparse.block_size, sparse.engine, lengths)
+        if key not in self._masks:
+            if len(self._masks) >= 64:
+                self._masks.clear()
+            dit = self.dit_config
+            self._masks[key] = sparse.problem(dit.num_heads, dit.kv_heads, dit.num_layers, lengths)
+        return self._masks[key]
 
     def forward(  # type: ignore[override]
         self,
@@ -185,7 +202,7 @@ class AxialDiT(VideoDiT):
             ValueError: On every rank: the shapes do not fit together, or ranks call with different ones.
         """
         lengths = self.dit_config.lengths(grid)
-        problem = self._problem(video_tokens, timestep, grid, context, fps)
+        problem = self._problem(video_tokens, timestep, grid, context, fps, sparse)
         if self.session is None:
             if problem is not None:
                 raise ValueError(problem)

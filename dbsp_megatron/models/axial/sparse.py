@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron.attention.api import block_sparse_attention
-from dbsp_megatron.attention.engines import engine_named
+from dbsp_megatron.attention.engines import check_engine, engine_named
 from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.block_mask import BlockMask, num_blocks
 from dbsp_megatron.dsp import DspGroup
@@ -37,9 +37,37 @@ class SparseAttention:
     step: int = 0
     """Training or denoising step, for masks that depend on it."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 1:
+            raise ValueError(f"sparse: block_size must be an integer >= 1, got {self.block_size!r}: use 64 or 128")
+
     def describe(self) -> str:
         """What ranks must have alike, in words."""
         return f"{self.method.describe()}, blocks of {self.block_size}, engine {self.engine}, step {self.step}"
+
+    def problem(self, heads: int, kv_heads: int, layers: int, lengths: Iterable[int]) -> str | None:
+        """Why the method has no masks for such a model, found on the host before ranks exchange anything.
+
+        Args:
+            heads: query heads.
+            kv_heads: heads of K and V.
+            layers: layers of the model.
+            lengths: of the dims.
+        """
+        where = f"sparse: mask method {self.method.describe()}"
+        try:
+            check_engine(self.engine)
+            self.method.check_model(heads, layers)
+            for length in filter(self.takes, lengths):
+                if self.method.head_orders(0, self.step, heads, kv_heads, length, None) is not None:
+                    return f"{where} orders tokens by head, which axial layers do not: use a method of block means"
+                q, k = torch.zeros(1, length, heads, 1), torch.zeros(1, length, kv_heads, 1)
+                mask = self.method.mask(q, k, 0, self.step, None, self.block_size, v=k)
+                if mask.batch_size != 1 or mask.num_heads != heads:
+                    return f"{where} made a mask of {mask.batch_size} x {mask.num_heads}, expected 1 x {heads} heads"
+        except Exception as error:  # Whatever a user's method raises, all ranks must hear of it.
+            return f"{where} raised {type(error).__name__}: {error}"
+        return None
 
     def takes(self, length: int) -> bool:
         """Whether a dim is long enough."""

@@ -70,3 +70,23 @@ def test_plans_are_kept_by_content() -> None:
     assert plans.find(shape, masks[1], 0.2, 0, device) is not first
     assert plans.find(shape, BlockMask.dense(HEADS, 8, block_size_q=4, block_size_k=4), 0.1, 0, device) is not first
     assert plans.find(shape, masks[1], 0.1, 1, device) is not first
+
+
+def test_a_site_keeps_its_units_and_tables_while_they_balance() -> None:
+    shape = unit_plan_of((FRAMES, 47), 1, 4, HEADS, mask=_mask(FRAMES), tolerance=0.1).shape
+    device, mask = torch.device("cpu"), _mask(FRAMES)
+    first = plans.find(shape, mask, 0.1, 1, device, ("here", 0))
+    blocks = mask.blocks.clone()
+    blocks[0, 0, 0, 0] ^= True
+    near = BlockMask(blocks, 4, 4, 47, 47)
+    second = plans.find(shape, near, 0.1, 1, device, ("here", 0))
+    assert second is not first
+    assert second.items is first.items
+    assert second.routes is first.routes
+    # Its loads are those of its own mask, and its calls hold it.
+    assert int(second.loads.sum()) == int(blocks.sum())
+    assert sum(int(part.blocks.sum()) for _, part, _ in second.calls) == second.loads[1]
+    # Another mask altogether moves units, and another place never saw the first.
+    other = BlockMask(mask.blocks.flip(0), 4, 4, 47, 47)
+    assert plans.find(shape, other, 0.1, 1, device, ("here", 0)).items is not first.items
+    assert plans.find(shape, other, 0.1, 1, device, ("there", 0)).utilisation >= 1 / 1.1
