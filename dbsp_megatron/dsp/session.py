@@ -61,6 +61,7 @@ class DspSession:
         """The plan that was asked for last; None before the first one."""
         return next(reversed(self._plans.values()), None)
 
+    @torch.compiler.disable
     def plan(self, lengths: Mapping[str, int]) -> StagePlan | None:
         """The plan for these whole lengths of the grid; None before stages are known.
 
@@ -97,6 +98,7 @@ class DspSession:
         self.stages = None
         self._plans.clear()
 
+    @torch.compiler.disable
     def run(
         self,
         lengths: Mapping[str, int],
@@ -135,7 +137,9 @@ class DspSession:
                 "declare the same stages on all ranks, or call session.forget() on all of them",
             ),
         }
-        known = {"gradients": torch.is_grad_enabled(), **(facts or {})}
+        # Of all devices: ranks that compute in other dtypes would send other sizes.
+        casts = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        known = {"gradients": torch.is_grad_enabled(), "autocast": casts, **(facts or {})}
         told = ", ".join(f"{name}: {value}" for name, value in known.items())
         beliefs["the call"] = Belief(
             digest_int(told), lambda: told, "call the model with the same options on all ranks"

@@ -165,7 +165,7 @@ def attend_over(
         grid: names of the grid.
         mesh: the axes.
         find: as `plans.find`.
-        options: of `attend_units`, and `check=False` where a mask is known to be equal on all ranks.
+        options: of `attend_units`, and `check`, whether ranks compare their calls: if there is a mask, by default.
 
     Raises:
         ValueError: the pattern lacks the dim or ends with dims of the grid, or `attend_units` refuses the call.
@@ -182,7 +182,7 @@ def attend_over(
     # Objects of their own, as tensors of the caller may have tags that say the same with other words.
     parts = [tag(x.view_as(x), layout, mesh.coords) for x, layout in zip(qkv, layouts, strict=True)]
     given = dict(options)
-    check = given.pop("check", True) and given.get("mask") is not None
+    check = given.pop("check", given.get("mask") is not None)
     if cutting:
         return _in_units(parts, mesh.groups[cutting[-1].name], dim, None, None, find, check=check, **given)
     return _attend_here(parts, dim, layouts[0], mesh.coords, **given)
@@ -230,7 +230,9 @@ def _attend_here(
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, engine: str) -> Tensor:
     """[B, S, H, D] attention: by PyTorch's own kernels where everything is attended to and no engine is named."""
     if mask.made_dense and engine == "auto":
-        return dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale).transpose(1, 2)
+        # In the dtype that was exchanged, and is on the way back: a rank without units casts nothing.
+        with torch.autocast(q.device.type, enabled=False):
+            return dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale).transpose(1, 2)
     return cast(Tensor, block_sparse_attention(q, k, v, mask, scale, return_lse=False, engine=engine))
 
 

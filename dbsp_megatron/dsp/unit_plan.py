@@ -204,7 +204,9 @@ class _Plans:
         key = (*sizes, mask_key(mask), None if kept is None else kept.tobytes())
         plan = self._kept.get(key)
         if plan is None:
-            plan = UnitPlan(shape, mask, tolerance, rank, device, kept=kept, routes=self._find_routes)
+            # A later training step could not use tables that are made under inference_mode.
+            with torch.inference_mode(False), torch.no_grad():
+                plan = UnitPlan(shape, mask, tolerance, rank, device, kept=kept, routes=self._find_routes)
         _remember(self._kept, key, plan, _MAX_PLANS)
         if site is not None:
             _remember(self._last, history, plan.items, _MAX_SITES)

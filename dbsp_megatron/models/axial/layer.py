@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -53,6 +54,7 @@ class AxialConditioning(Conditioning):
         """Number of the dim that the layer attends along."""
         return list(self.lengths).index(self.dim)
 
+    @torch.compiler.disable
     def entered(self, layer: int, dim: str, x: Tensor) -> tuple[Tensor, AxialConditioning]:
         """The stream [s, b, hidden] in the layout that a layer computes in, and what that layer is told."""
         here = replace(self, dim=dim, tokens=self.along[dim])
@@ -141,6 +143,7 @@ class AxialSelfAttention(DiTSelfAttention):
             return super().attend(q, k, v, x, conditioning)
         return sparse(q, k, v, self.index)
 
+    @torch.compiler.disable
     def _attend_in_units(
         self,
         q: Tensor,

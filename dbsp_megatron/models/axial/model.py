@@ -96,6 +96,7 @@ class AxialDiT(VideoDiT):
     ) -> TransformerBlockSubmodules:
         return axial_block_spec(self.dit_config, core_attention)
 
+    @torch.compiler.disable
     def local_positions(self, grid: Grid) -> Tensor:
         """Ids of the tokens of this rank in the whole video, int64 [s_local] on the CPU; equal grids give equal parts.
 
@@ -112,6 +113,7 @@ class AxialDiT(VideoDiT):
             ids = ids[..., None] * length + torch.arange(here.start, here.stop)
         return ids.flatten()
 
+    @torch.compiler.disable
     def _along(self, length: int, rotates: bool, device: torch.device) -> LocalTokens:
         """All places along a dim."""
         key = (length, rotates, device)
@@ -134,6 +136,7 @@ class AxialDiT(VideoDiT):
             )
         return self._tables[key]
 
+    @torch.compiler.disable
     def _problem(
         self,
         video_tokens: Tensor,
