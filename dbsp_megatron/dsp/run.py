@@ -265,8 +265,8 @@ class DspRun:
             # A recompute finds the very plan, as other passes may have moved the units since.
             key = (name, shape, mask_key(mask), tolerance)
             if key not in self._unit_plans or not in_backward():
-                site = None if mask.made_dense else (session.number, name)
-                self._unit_plans[key] = plans.find(shape, mask, tolerance, rank, device, site)
+                history = None if mask.made_dense else session.unit_history
+                self._unit_plans[key] = plans.find(shape, mask, tolerance, rank, device, history, name)
             return self._unit_plans[key]
 
         if session.check_stages:

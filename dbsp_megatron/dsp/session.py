@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +13,9 @@ from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.planner import cheapest_moves, plan_stages
 from dbsp_megatron.dsp.run import DspRun
 from dbsp_megatron.dsp.stages import Stage, StagePlan, SwitchStep
+from dbsp_megatron.dsp.unit_plan import UnitHistory
 
 _MAX_PLANS = 64
-_numbers = itertools.count()
 
 
 class DspSession:
@@ -32,7 +31,7 @@ class DspSession:
         check_stages: let ranks compare name, layout and dtype at every stage, for debugging.
 
     Attributes:
-        number: of this session in this process.
+        unit_history: where attention in units of a mask was computed last, by stage.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class DspSession:
         self.cut = self.grid if cut is None else tuple(cut)
         self.stages = None if stages is None else tuple(stages)
         self._plans: OrderedDict[tuple[int, ...], StagePlan] = OrderedDict()
-        self.number = next(_numbers)
+        self.unit_history: UnitHistory = OrderedDict()
         self._moves: dict[tuple[Layout, Layout], tuple[SwitchStep, ...]] = {}
 
     @property
@@ -122,6 +121,8 @@ class DspSession:
         plan = None
         if problem is None and set(lengths) != set(self.grid):
             problem = f"dsp: lengths must name the grid {list(self.grid)}, got {dict(lengths)}: name each dim"
+        elif problem is None and not all(type(length) is int and length >= 0 for length in lengths.values()):
+            problem = f"dsp: lengths must be integers >= 0, got {dict(lengths)}: pass those of the whole"
         elif problem is None:
             try:
                 plan = self.plan(lengths)

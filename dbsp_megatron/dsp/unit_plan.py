@@ -22,6 +22,9 @@ _MAX_PLANS = 32
 _MAX_SITES = 1024
 _T = TypeVar("_T")
 
+UnitHistory = OrderedDict[tuple[object, ...], IntArray]
+"""Items of the last division by size and place in a model."""
+
 
 @dataclass(frozen=True)
 class UnitShape:
@@ -176,7 +179,6 @@ class _Plans:
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[object, ...], UnitPlan] = OrderedDict()
         self._routes: OrderedDict[tuple[object, ...], UnitRoutes] = OrderedDict()
-        self._last: OrderedDict[tuple[object, ...], IntArray] = OrderedDict()
 
     def find(
         self,
@@ -185,7 +187,8 @@ class _Plans:
         tolerance: float,
         rank: int,
         device: torch.device,
-        site: tuple[object, ...] | None = None,
+        history: UnitHistory | None = None,
+        site: str = "",
     ) -> UnitPlan:
         """The plan, made if it is not there.
 
@@ -195,12 +198,13 @@ class _Plans:
             tolerance: of `UnitPlan`.
             rank: of `UnitPlan`.
             device: of `UnitPlan`.
-            site: the place in a model that calls, alike on all ranks: its last division is taken again while it does,
+            history: divisions of a model, alike on all ranks: the last one of the site is taken again while it does,
                 whatever the masks are. None plans each mask for itself.
+            site: the place in the model that calls.
         """
         sizes = (shape, mask.block_size_q, mask.block_size_k, tolerance, rank, device)
-        history = (*sizes, site)
-        kept = None if site is None else self._last.get(history)
+        place = (*sizes, site)
+        kept = None if history is None else history.get(place)
         key = (*sizes, mask_key(mask), None if kept is None else kept.tobytes())
         plan = self._kept.get(key)
         if plan is None:
@@ -208,8 +212,8 @@ class _Plans:
             with torch.inference_mode(False), torch.no_grad():
                 plan = UnitPlan(shape, mask, tolerance, rank, device, kept=kept, routes=self._find_routes)
         _remember(self._kept, key, plan, _MAX_PLANS)
-        if site is not None:
-            _remember(self._last, history, plan.items, _MAX_SITES)
+        if history is not None:
+            _remember(history, place, plan.items, _MAX_SITES)
         return plan
 
     def _find_routes(

@@ -280,16 +280,45 @@ def _refusals(rank: int, world_size: int) -> list[str]:
     texts = [refused(partial(model, **mine, sparse=each)) for each in sparse.values()]
     with torch.set_grad_enabled(rank == 0):
         texts.append(refused(partial(model, **mine)))
+    # What one rank alone is given, of any kind.
+    odd: list[dict[str, Any]] = [
+        {"grid": (3, 11)},
+        {"grid": 3},
+        {"video_tokens": None},
+        {"sparse": TopKMask()},
+        {"timestep": torch.ones(())},
+    ]
+    odd += [{"video_tokens": mine["video_tokens"].float()}]
+    texts += [refused(partial(model, **(mine | (each if rank == 1 else {})))) for each in odd]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=rank == 2):
+        texts.append(refused(partial(model, **mine)))
     texts.append(refused(partial(model, **mine)))
     return texts
 
 
 def test_wrong_sparse_attention_is_refused_on_every_rank() -> None:
     """Also on ranks that hold nothing; afterwards the model runs."""
-    words = ["needs the token grid", "disagree about the call", "step 1", "heads", "gradients", "accepted"]
+    words = [
+        *("needs the token grid", "disagree about the call", "step 1", "heads", "gradients"),
+        *("grid must be three integers", "rank 1", "video_tokens must be a tensor", "sparse must be a SparseAttention"),
+        *("timestep must be", "torch.float32", "autocast"),
+        "accepted",
+    ]
     for texts in run_ranks(_refusals, 4):
         for text, word in zip(texts, words, strict=True):
             assert word in text, (word, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "topk"}, "method must be a MaskMethod, got str"),
+        ({"block_size": 0}, "block_size must be an integer"),
+    ],
+)
+def test_sparse_attention_names_what_it_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseAttention(**({"method": TopKMask(), "block_size": 2} | change))
 
 
 def test_attention_of_the_callers_is_not_cut_into_units() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,6 +149,13 @@ class AxialDiT(VideoDiT):
     ) -> str | None:
         """What is wrong with the arguments of this rank."""
         try:
+            if len(grid) != 3 or not all(isinstance(n, int) and n >= 1 for n in grid):
+                raise ValueError(f"grid must be three integers >= 1 (frames, rows, columns); got {grid!r}")
+            if sparse is not None and not isinstance(sparse, SparseAttention):
+                raise ValueError(f"sparse must be a SparseAttention or None; got {type(sparse).__name__}")
+            for name, x in (("video_tokens", video_tokens), ("timestep", timestep), ("context", context), ("fps", fps)):
+                if not isinstance(x, Tensor) and (x is not None or name in ("video_tokens", "timestep")):
+                    raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
             positions = self.local_positions(grid)
             tokens = LocalTokens(
                 num_text=0,
@@ -164,7 +172,7 @@ class AxialDiT(VideoDiT):
                     f"fps must be of shape {list(timestep.shape)}, and only given to a model with fps; got "
                     f"{list(fps.shape)} with fps: {self.dit_config.fps}"
                 )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # No length at all is wrong in another way than a wrong one.
             return str(error)
         return None if sparse is None else self._problem_of(sparse, tuple(self.dit_config.lengths(grid).values()))
 
@@ -204,14 +212,18 @@ class AxialDiT(VideoDiT):
         Raises:
             ValueError: On every rank: the shapes do not fit together, or ranks call with different ones.
         """
-        lengths = self.dit_config.lengths(grid)
         problem = self._problem(video_tokens, timestep, grid, context, fps, sparse)
         if self.session is None:
             if problem is not None:
                 raise ValueError(problem)
             return self._predict(None, video_tokens, timestep, grid, context, fps, sparse)
-        sizes = {"B": len(timestep)} | ({} if context is None else {"L": context.shape[1]})
-        facts = {"dtype": video_tokens.dtype, "fps": fps is not None, "sparse": sparse and sparse.describe()}
+        lengths: Mapping[str, int] = {}
+        sizes: dict[str, int] = {}
+        facts: dict[str, object] = {}
+        if problem is None:
+            lengths, sizes = self.dit_config.lengths(grid), {"B": len(timestep)}
+            sizes |= {} if context is None else {"L": context.shape[1]}
+            facts = {"dtype": video_tokens.dtype, "fps": fps is not None, "sparse": sparse and sparse.describe()}
         with self.session.run(lengths, sizes, problem=problem, facts=facts) as run:
             return self._predict(run, video_tokens, timestep, grid, context, fps, sparse)
 

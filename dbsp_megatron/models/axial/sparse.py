@@ -38,6 +38,10 @@ class SparseAttention:
     """Training or denoising step, for masks that depend on it."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, MaskMethod):
+            raise ValueError(
+                f"sparse: method must be a MaskMethod, got {type(self.method).__name__}: use one of masks/"
+            )
         if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 1:
             raise ValueError(f"sparse: block_size must be an integer >= 1, got {self.block_size!r}: use 64 or 128")
 
