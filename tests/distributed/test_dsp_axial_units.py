@@ -75,7 +75,7 @@ def _parity(rank: int, world_size: int, name: str, method: MaskMethod | None) ->
         check(grads, wanted, f"{name} {grid} {batch}")
         in_units = [step.stage.name for step in plan.steps if step.in_units]
         units += len(in_units)
-        text = explain(model.session, quiet=True)
+        text = explain(model, quiet=True)
         assert all(f"{stage}: attention in units over dsp:{world_size}" in text for stage in in_units)
         if method is None:
             assert traffic.total_bytes == _bytes(plan, config, batch, rank), (name, grid, batch)
