@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.dsp import DspGroup, StagePlan, explain, unit_plan_of
+from dbsp_megatron.dsp import DspGroup, StagePlan, explain
 from dbsp_megatron.dsp.layout import balanced_lengths
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.masks.duo import DuoMask
@@ -23,7 +22,7 @@ from dbsp_megatron.masks.top_p import TopPMask
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.axial.layer import axial_stages
 from dbsp_megatron.models.axial.sparse import SparseAttention
-from tests.distributed.axial_models import build, guidance, inputs, part, reference, tiny
+from tests.distributed.axial_models import build, guidance, inputs, part, reference, sent_numbers, tiny
 from tests.distributed.dsp_models import check, mesh_of_world, refused, summed
 from tests.harness import run_ranks
 from tests.unit.models.cores import gradients
@@ -78,49 +77,8 @@ def _parity(rank: int, world_size: int, name: str, method: MaskMethod | None) ->
         text = explain(model, quiet=True)
         assert all(f"{stage}: attention in units over dsp:{world_size}" in text for stage in in_units)
         if method is None:
-            assert traffic.total_bytes == _bytes(plan, config, batch, rank), (name, grid, batch)
+            assert traffic.total_bytes == 8 * sent_numbers(plan, config, batch, rank), (name, grid, batch)
     return units
-
-
-def _bytes(plan: StagePlan, config: AxialConfig, batch: int, rank: int) -> int:
-    """What a rank sends forward and backward: switches, q, k, v to units and outputs back, the prediction home."""
-    size, dims, (axis,) = 8, plan.grid, [link.axis for link in plan.links]
-    coords = {axis.name: rank}
-    total = 0
-    for _, move, layout, _ in plan.switches():
-        back = (move.apply(layout), dataclasses.replace(move, from_dim=move.to_dim, to_dim=move.from_dim))
-        total += (move.sent(layout, coords) + back[1].sent(back[0], coords)) * config.hidden_size * batch * size
-    if plan.start != plan.end:
-        (source,), (target,) = ([at for at, axes in enumerate(x.shards) if axes] for x in (plan.end, plan.start))
-        kept, cut = plan.start.bounds(target, coords)[1], plan.end.bounds(source, coords)[1]
-        there = (plan.shape[target] - kept) * cut + (plan.shape[source] - cut) * kept
-        rest = math.prod(plan.shape) // (plan.shape[target] * plan.shape[source])
-        total += there * rest * config.patch_out_dim * batch * size
-    for step in plan.steps:
-        if step.in_units:
-            (dim,) = step.stage.needs
-            total += _unit_bytes(plan, config, batch, rank, dims.index(dim)) * size
-    return total
-
-
-def _unit_bytes(plan: StagePlan, config: AxialConfig, batch: int, rank: int, dim: int) -> int:
-    """Entries of q, k, v and output that a rank sends, forward and backward, unit by unit."""
-    num_ranks = plan.links[0].axis.size
-    others = [length for at, length in enumerate(plan.shape) if at != dim]
-    length, heads, kv_heads, width = plan.shape[dim], config.num_heads, config.kv_heads, config.heads_dim
-    unit_plan = unit_plan_of((length, *others, batch), 0, num_ranks, heads, kv_heads=kv_heads)
-    here = length // num_ranks + (rank < length % num_ranks)
-    sent, keys = 0, set()
-    for unit, begin, end, owner in unit_plan.items.tolist():
-        rows = min(64 * end, length) - 64 * begin
-        assert rows == length, "short sequences are one block"
-        # q there and dout; out back and dq.
-        sent += 2 * (here if owner != rank else rows - here) * width
-        keys.add((unit * kv_heads // heads, owner))
-    for _, owner in keys:
-        # k and v there; their gradients back.
-        sent += 2 * (here if owner != rank else length - here) * width
-    return sent
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(2, "open_sora_plan_1_1"), (3, "stdit3_xl_2"), (4, "latte_xl_2")])
