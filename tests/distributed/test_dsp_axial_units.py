@@ -167,9 +167,19 @@ def _masks(rank: int, world_size: int) -> None:
                 whole = (x.transpose(0, 1) for x in (q, k, v))
                 want = method.mask(next(whole), next(whole), 1, 0, None, block_size, v=next(whole))
                 mine = (x[begin : begin + pieces[rank]] for x in (q, k, v))
+                group.traffic.reset()
                 got = sparse.mask_of_parts(*mine, 1, (group, pieces))
                 assert got.blocks.shape == (3, *want.blocks.shape[1:])
                 assert torch.equal(got.blocks, want.blocks.expand_as(got.blocks)), (length, block_size, dtype, method)
+                # Tokens of q and k in blocks that begin on another rank, means (and similarities) of k, and rows.
+                needs = method.needs(1, 0)
+                first = torch.arange(begin, begin + pieces[rank]) // block_size * block_size
+                away = int((first < begin).sum()) * 3 * 4 * (4 * bool(needs.q) + 2 * bool(needs.k)) * q.element_size()
+                blocks = len([b for b in range(0, length, block_size) if begin <= b < begin + pieces[rank]])
+                wide = max(4, q.element_size()) * (4 * ("means" in needs.k) + ("similarity" in needs.k))
+                rows = 3 * 4 * -(-length // block_size)
+                sent = away + blocks * (3 * 2 * wide + rows) * (world_size - 1)
+                assert group.traffic.total_bytes == sent, (length, block_size, dtype, method)
 
 
 def test_masks_of_parts_are_those_of_the_whole_bitwise() -> None:

@@ -103,7 +103,7 @@ class SparseAttention:
         """The masks that `__call__` would make of whole sequences, on every rank; collective.
 
         A block goes to the rank that holds its first token, which makes its summary and its row of the mask; ranks
-        exchange tokens of blocks that they share, summaries of k and rows.
+        exchange tokens of blocks that they share (of q, k and v only what the method reads), summaries of k and rows.
 
         Args:
             q: [s, b, h, d], this rank's tokens of b sequences.
