@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
@@ -158,6 +159,18 @@ class VideoDiT(MegatronModule):
             return name
         number, _, tail = rest.partition(".")
         return f"block.layers.{int(number) + self._first_layer}.{tail}"
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's checkpoint view: of parameters that every pipeline stage has, the first one stores its own."""
+        sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        stage = group_rank(self.pg_collection.pp)
+        for name, parameter in self.named_parameters():
+            if stage and getattr(parameter, "pipeline_parallel", False):
+                mine = sharded[prefix + name]
+                sharded[prefix + name] = replace(mine, replica_id=(stage, *mine.replica_id[1:]))
+        return sharded
 
     @property
     def _num_streams(self) -> int:

@@ -16,13 +16,17 @@ from torch import Tensor, nn
 
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig
+from dbsp_megatron.train.checkpoint import Checkpoint
+from dbsp_megatron.train.checkpoint_writer import CheckpointWriter
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.ema import Ema
 from dbsp_megatron.train.engines.base import BatchT, Engine, ParameterNames, StepWork, sum_of_losses
 from dbsp_megatron.train.engines.frozen import FrozenMasters
+from dbsp_megatron.train.engines.megatron_checkpoint import ShardedState, TorchDistWriter
 from dbsp_megatron.train.engines.megatron_state import MegatronState
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import learning_rate
+from dbsp_megatron.train.state import StateTensor
 
 
 class MegatronEngine(Engine):
@@ -104,6 +108,7 @@ class MegatronEngine(Engine):
             keeps_moments=optim.name == "adamw",
             frozen=frozen,
         )
+        self._sharded = ShardedState(module, names, mesh.model_groups.dp_cp, world.device)
         self.ema: Ema | None = Ema(self._state.masters().items(), loop.ema_decay) if loop.ema_decay else None
 
     def forward_backward(self, work: StepWork[BatchT]) -> Tensor:
@@ -184,6 +189,33 @@ class MegatronEngine(Engine):
         if self.ema is not None:
             tensors |= self._state.like_masters("ema", self.ema.tensors)
         return tensors
+
+    def checkpoint_writer(self, loop: LoopConfig, world: World, mesh: Mesh) -> CheckpointWriter:
+        """See `Engine.checkpoint_writer`."""
+        if loop.checkpoint_format != "torch_dist":
+            return super().checkpoint_writer(loop, world, mesh)
+        return TorchDistWriter(
+            self._sharded,
+            lambda: self._optimizer.param_groups,
+            world,
+            keep_last=loop.keep_last,
+            background=loop.async_checkpoint,
+        )
+
+    def fill(
+        self,
+        checkpoint: Checkpoint,
+        tensors: dict[str, StateTensor],
+        world: World,
+        mesh: Mesh,
+        *,
+        may_differ: Callable[[str], bool],
+    ) -> None:
+        """See `Engine.fill`."""
+        if checkpoint.is_torch_dist:
+            self._sharded.fill(checkpoint, tensors, world, may_differ)
+        else:
+            super().fill(checkpoint, tensors, world, mesh, may_differ=may_differ)
 
     def allocate(self, num_steps_done: int) -> None:
         """See `Engine.allocate`."""
