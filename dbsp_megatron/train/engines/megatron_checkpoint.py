@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,9 @@ class TorchDistWriter(CheckpointWriter):
         world: all ranks.
         keep_last: checkpoints to keep.
         background: whether training goes on meanwhile.
+
+    Raises:
+        ValueError: a package is missing.
     """
 
     def __init__(
@@ -166,6 +170,11 @@ class TorchDistWriter(CheckpointWriter):
         keep_last: int,
         background: bool,
     ) -> None:
+        if find_spec("psutil") is None:
+            raise ValueError(
+                "train.checkpoint_format=torch_dist needs the package psutil, which megatron-core writes with; "
+                "pip install psutil, or use train.checkpoint_format=native"
+            )
         self._state, self._optimizer_groups = state, optimizer_groups
         self._world, self._keep_last = world, keep_last
         self._queue = AsyncCallsQueue(persistent=False) if background else None
@@ -231,11 +240,18 @@ class TorchDistWriter(CheckpointWriter):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
 
-def _write_and_hash(write: Callable[..., None], digests: Path, prefix: str, *args: Any, **kwargs: Any) -> None:
+def _write_and_hash(
+    write: Callable[..., None], digests: Path, prefix: str, rank: int, buckets: Any, results: Any, **options: Any
+) -> None:
     """Write this rank's files, and their entries of the manifest; runs in a process of its own in the background."""
-    write(*args, **kwargs)
-    found = {path.name: describe(path) for path in digests.parent.glob(f"{prefix}*")}
-    digests.write_text(json.dumps(found))
+    try:
+        write(rank, buckets, results, **options)
+    except Exception as error:
+        # Other ranks wait for news of this one; raised here, the failure would reach nobody.
+        results.put(RuntimeError(f"{type(error).__name__}: {error}"))
+    with suppress(OSError):  # what has no entry yet gets one when the checkpoint is published
+        found = {path.name: describe(path) for path in digests.parent.glob(f"{prefix}*")}
+        digests.write_text(json.dumps(found))
 
 
 @contextmanager
