@@ -131,7 +131,7 @@ def process_groups(pg_collection: ProcessGroupCollection | None = None) -> Proce
 
 
 def background_save_options() -> dict[str, Any]:
-    """Arguments of `dist_checkpointing.save` for Megatron's own way to write in the background (the only one to 0.16)."""
+    """Arguments of `dist_checkpointing.save` that choose Megatron's own way to write, where there is a choice."""
     from megatron.core import dist_checkpointing
 
     chosen = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters

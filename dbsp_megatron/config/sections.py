@@ -96,8 +96,8 @@ class LoopConfig:
     keep_last: int = 2
     """Checkpoints to keep."""
     checkpoint_format: Literal["native", "torch_dist"] = "native"
-    """Format to save in: safetensors, or that of megatron-core's `dist_checkpointing` (engine megatron only). Any engine
-    goes on from either."""
+    """Format to save in: safetensors, or that of megatron-core's `dist_checkpointing` (engine megatron only). Runs go
+    on from either, on any engine."""
     async_checkpoint: bool = False
     """Copy the state to host memory and write it while training goes on; each rank copies what it writes."""
     log_every: int = 1

@@ -110,9 +110,7 @@ class Checkpoint:
             "use the model configuration it was written with"
         )
 
-    def present(
-        self, names: Iterable[str], world: World, may_differ: Callable[[str], bool]
-    ) -> dict[str, str]:
+    def present(self, names: Iterable[str], world: World, may_differ: Callable[[str], bool]) -> dict[str, str]:
         """Key in the files by name, for those of `names` that are to be read; says in one line each what differs.
 
         Args:
@@ -225,7 +223,9 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
     if is_single:
         fault = _fault(path, world)
         if fault is not None:
-            raise ValueError(f"checkpoint refused: {path}: {fault}; restore it from a copy, or choose another checkpoint")
+            raise ValueError(
+                f"checkpoint refused: {path}: {fault}; restore it from a copy, or choose another checkpoint"
+            )
         return _read(path)
     found = find_checkpoint(path, world) or find_checkpoint(path / "checkpoints", world)
     if found is None:

@@ -1,8 +1,9 @@
 """Reads checkpoints of megatron-core's `dist_checkpointing` (format `torch_dist`), as data and without megatron-core.
 
-Tensors lie in `*.distcp` files, what they are in `.metadata`, a pickle, and what is no tensor in `common.pt`. Pickles
-can hold code; torch and megatron-core load `.metadata` without a guard. Here only classes that describe tensors may
-occur in it, and `common.pt` must load with `weights_only=True`.
+Tensors lie in `*.distcp` files, what they are in `.metadata`, a pickle, and what is no tensor in `common.pt` or among
+the tensors. Pickles can hold code, and torch and megatron-core load some of these without a guard. Here `.metadata`
+may name nothing but classes that describe tensors, and all else must load with `weights_only=True`, before anybody
+else loads it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 COMMON = "common.pt"
@@ -48,6 +50,12 @@ _CLASSES = {
     ),
 }
 """Names that `.metadata` may refer to: descriptions of tensors, and nothing that acts."""
+
+_UNREADABLE = (
+    *(OSError, EOFError, pickle.UnpicklingError, RuntimeError),
+    *(LookupError, TypeError, AttributeError, ValueError),
+)
+"""What loading a damaged or foreign file may raise."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +118,18 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def find_code(path: Path) -> str | None:
     """Why the files of a checkpoint cannot be loaded as data; None if they can."""
+    what = f"{_METADATA} cannot be read as a description of tensors"
     try:
-        _read_metadata(path)
-    except (OSError, pickle.UnpicklingError, ValueError, EOFError, AttributeError, TypeError, KeyError) as error:
-        return f"{_METADATA} cannot be read as a description of tensors ({error}); use a checkpoint of a run you trust"
-    try:
+        metadata = _read_metadata(path)
+        what = f"{COMMON} does not load with weights_only=True"
         torch.load(path / COMMON, map_location="cpu", weights_only=True)
-    except (OSError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0]
-        return f"{COMMON} does not load with weights_only=True ({reason}); use a checkpoint of a run you trust"
+        for index, place in (metadata.storage_data or {}).items():
+            if isinstance(metadata.state_dict_metadata.get(index.fqn), dcp.BytesStorageMetadata):
+                what = f"{index.fqn} in {place.relative_path} does not load with weights_only=True"
+                torch.load(_read_bytes(path, place), map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{what} ({reason}); it may hold code: use a checkpoint of a run you trust"
     return None
 
 
@@ -155,6 +166,14 @@ class _DataUnpickler(pickle.Unpickler):
         if not is_dtype and name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         return super().find_class(module, name)
+
+
+def _read_bytes(path: Path, place: _StorageInfo) -> io.BytesIO:
+    if place.transform_descriptors:
+        raise ValueError(f"it is stored as {', '.join(place.transform_descriptors)}")
+    with (path / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        return io.BytesIO(file.read(place.length))
 
 
 def _read_metadata(path: Path) -> Metadata:

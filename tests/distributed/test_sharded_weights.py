@@ -1,4 +1,4 @@
-"""What every kind of model tells megatron-core's checkpoints: which rank holds which slice, each element stored once."""
+"""What each kind of model tells megatron-core's checkpoints: which rank has which slice; elements are stored once."""
 
 from __future__ import annotations
 

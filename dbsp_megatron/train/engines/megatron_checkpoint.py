@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -57,21 +57,24 @@ class ShardedState:
     group: dist.ProcessGroup
     device: torch.device
 
-    def _weights(self) -> dict[str, ShardedTensor]:
-        """The model's own description of its parameters, by global name."""
-        sharded = self.module.sharded_state_dict(metadata={"dp_cp_group": self.group})  # type: ignore[operator]
-        return {entry.key: entry for entry in sharded.values() if isinstance(entry, ShardedTensor)}
+    def _described(self) -> dict[str, Any]:
+        """The model's own description of what it holds."""
+        sharded: dict[str, Any] = self.module.sharded_state_dict(  # type: ignore[operator]
+            metadata={"dp_cp_group": self.group}
+        )
+        return sharded
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {self.names.to_global[name]: parameter for name, parameter in self.module.named_parameters()}
 
-    def to_write(self, tensors: Mapping[str, StateTensor]) -> dict[str, ShardedTensor]:
+    def to_write(self, tensors: Mapping[str, StateTensor]) -> dict[str, ShardedBase]:
         """What this rank writes, in host memory; collective.
 
         Args:
             tensors: of `Engine.state`.
         """
-        weights, parameters = self._weights(), self._parameters()
+        described, parameters = self._described(), self._parameters()
+        weights = _weights(described)
         parts: dict[str, StateTensor] = {}
         owners: dict[str, str] = {}
         for full_name, tensor in tensors.items():
@@ -82,7 +85,8 @@ class ShardedState:
             else:
                 key = name if kind == "model" else torch_dist.state_key(kind, name)
             parts[key], owners[key] = _slice(tensor), name
-        mine: dict[str, ShardedTensor] = {}
+        # Megatron's layers have an `_extra_state` each, empty here, which their own loading asks for.
+        mine: dict[str, ShardedBase] = {k: v for k, v in described.items() if isinstance(v, ShardedObject)}
         for key, data in owned(parts, self.group, list(parts)).items():
             entry = _entry(weights[owners[key]], key, data)
             if is_main_replica(entry.replica_id):
@@ -101,7 +105,7 @@ class ShardedState:
         Raises:
             ValueError: a name or shape is not in the checkpoint.
         """
-        weights, present = self._weights(), checkpoint.present(tensors, world, may_differ)
+        weights, present = _weights(self._described()), checkpoint.present(tensors, world, may_differ)
         asked: dict[str, ShardedTensor] = {}
         for full_name in turns(list(present), self.group):
             weight = weights[_kind_and_name(full_name)[1]]
@@ -110,6 +114,11 @@ class ShardedState:
         loaded: dict[str, Tensor] = dist_checkpointing.load(asked, str(checkpoint.path))
         parts = {full_name: _slice(tensors[full_name]) for full_name in present}
         hand_out(parts, loaded, self.group, list(parts), self.device)
+
+
+def _weights(described: Mapping[str, Any]) -> dict[str, ShardedTensor]:
+    """Slices of parameters by global name."""
+    return {entry.key: entry for entry in described.values() if isinstance(entry, ShardedTensor)}
 
 
 def _kind_and_name(full_name: str) -> tuple[str, str]:
