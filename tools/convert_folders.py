@@ -27,7 +27,8 @@ from dbsp_megatron.models.convert.folder import CONFIG_NAME, GIB, refuse_existin
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.config import model_config_text
 from dbsp_megatron.observability.atomic_file import write_text
-from dbsp_megatron.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, save_checkpoint
+from dbsp_megatron.train.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.distributed import World
 
 MODEL_FILE = "model.yaml"

@@ -102,7 +102,7 @@ class Checkpoint:
             raise self.misfit(error) from error
         hand_out(tensors, mine, group, split, world.device)
 
-    def misfit(self, error: Exception) -> ValueError:
+    def misfit(self, error: BaseException) -> ValueError:
         """What to raise where the tensors are not those of the model."""
         reason = str(error).strip().splitlines()
         return ValueError(

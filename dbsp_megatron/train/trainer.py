@@ -23,7 +23,8 @@ from dbsp_megatron.models.dit.lora_layers import add_lora
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
-from dbsp_megatron.train.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, open_checkpoint
+from dbsp_megatron.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.continuation import check_continuation, run_lock
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines import StepWork, build_engine
