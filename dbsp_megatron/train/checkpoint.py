@@ -193,7 +193,7 @@ def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> C
         ValueError: there are checkpoints but none is intact.
     """
     names = world.broadcast([str(path) for path in list_checkpoints(folder)] if world.is_main else None)
-    refused: list[Path] = []
+    refused: dict[Path, str] = {}
     for name in names:
         fault = _fault(Path(name), world)
         if fault is None:
@@ -202,13 +202,14 @@ def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> C
                     move_aside(path)
             world.barrier()
             return _read(Path(name))
-        refused.append(Path(name))
+        refused[Path(name)] = fault
         if world.is_main:
             logger.warning("checkpoint refused: %s: %s", name, fault)
     if names:
+        newest, fault = next(iter(refused.items()))
         raise ValueError(
-            f"run.resume: none of the {len(names)} checkpoints in {folder} is intact; restore one, "
-            "or move the folder away to start anew"
+            f"run.resume: none of the {len(names)} checkpoints in {folder} is intact ({newest.name}: {fault}); "
+            "restore one, or move the folder away to start anew"
         )
     return None
 

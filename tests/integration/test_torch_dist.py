@@ -92,6 +92,8 @@ def test_more_ranks_and_fewer(root: Path, alone: tuple[Run, Run]) -> None:
     _expect(run_ranks(_four, 4, root, cases, timeout_s=100), cases, alone[1])
     cases = [Case(engine="megatron", ulysses=2, loop=LOOP), Case(engine="megatron", loop=NATIVE)]
     _expect(run_ranks(go_on, 2, root, "saved_by_four", cases, timeout_s=100), cases, alone[1])
+    cases = [Case(engine="megatron", strategy="none", loop=LOOP)]
+    _expect(run_ranks(go_on, 1, root, "saved", cases, timeout_s=100), cases, alone[1])
     cases = [Case(strategy="none", loop=NATIVE)]
     _expect([go_on(0, 1, root, "saved_by_four", cases)], cases, alone[1])
 

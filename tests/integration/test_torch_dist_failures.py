@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -171,6 +172,26 @@ def test_every_rank_is_told_that_one_cannot_write(root: Path, case: Case) -> Non
         assert "cannot write the checkpoint of step 1 in" in text
 
 
+def _cannot_read_back(rank: int, world_size: int, root: Path) -> str:
+    with megatron_on_cpu(), mock.patch.object(torch_dist, "_CLASSES", {}):
+        trainer = trainer_of(root, SAVED, "unreadable")
+        trainer.train_step(0)
+        trainer.steps_done = 1
+        try:
+            trainer.save()
+        except OSError as error:
+            return str(error)
+    return "written"
+
+
+def test_what_would_be_refused_is_not_published(root: Path) -> None:
+    """Another version of megatron-core may put other things into `.metadata`."""
+    for text in run_ranks(_cannot_read_back, 2, root, timeout_s=100):
+        assert "with this version of megatron-core: .metadata cannot be read" in text
+        assert "use train.checkpoint_format=native" in text
+    assert not list_checkpoints(root / "unreadable" / "checkpoints")
+
+
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint of the run `saved`."""
@@ -240,7 +261,7 @@ def test_damage_is_refused_by_name(copy: Path, name: str) -> None:
     (copy / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name} does not have the SHA-256 .*; restore it from a copy"):
         open_checkpoint(copy, World())
-    with pytest.raises(ValueError, match=r"none of the 1 checkpoints .* is intact; restore one"):
+    with pytest.raises(ValueError, match=rf"none of the 1 checkpoints .* is intact \({LAST}: {name} .*restore one"):
         find_checkpoint(copy.parent, World())
 
 
@@ -285,3 +306,27 @@ def test_write_results_hold_more_than_a_pipe() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert results.get_nowait() == text
+
+
+def _left_over(connection: Any) -> None:
+    """Forks a process that reports much, and dies before it does."""
+    results = WriteResults()
+    child = os.fork()
+    if child == 0:
+        connection.recv()
+        try:
+            results.put("x" * 1_000_000)
+        except OSError:
+            connection.send("nobody listens")
+        os._exit(0)
+    os._exit(0)
+
+
+def test_a_writing_process_that_is_left_over_does_not_wait_for_ever() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_left_over, args=(theirs,))
+    process.start()
+    process.join()
+    ours.send("report")
+    assert ours.poll(20)
+    assert ours.recv() == "nobody listens"

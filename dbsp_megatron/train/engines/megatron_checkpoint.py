@@ -216,8 +216,16 @@ class TorchDistWriter(CheckpointWriter):
             request = request._replace(async_fn=functools.partial(_write_and_hash, request.async_fn, digests, prefix))
 
         def finish() -> None:
+            fault = None
             if self._world.is_main:
                 torch_dist.write_common(partial, common)
+                fault = torch_dist.find_code(partial)
+            if fault := self._world.broadcast(fault):
+                # Better now than when the checkpoint is needed: it would be refused.
+                raise OSError(
+                    f"cannot write the checkpoint {self._where} with this version of megatron-core: {fault}; "
+                    "use train.checkpoint_format=native"
+                )
             known = json.loads(digests.read_text()) if digests.exists() else {}
             digests.unlink(missing_ok=True)
             publish(folder, step, state, self._world, keep_last=self._keep_last, known=known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import threading
 from typing import Any
@@ -21,17 +22,24 @@ class WriteResults:
     """
 
     def __init__(self) -> None:
-        self._pipe: Any = multiprocessing.get_context("fork").SimpleQueue()
+        self._owner = os.getpid()
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
         self._items: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._empty_pipe, name="checkpoint results", daemon=True).start()
 
     def _empty_pipe(self) -> None:
         while True:
-            self._items.put(self._pipe.get())
+            self._items.put(self._reader.recv())
 
     def put(self, item: Any) -> None:
-        """Send; called by the process that writes."""
-        self._pipe.put(item)
+        """Send; called by the process that writes, of which there is one at a time.
+
+        Raises:
+            OSError: nobody listens any more.
+        """
+        if os.getpid() != self._owner:
+            self._reader.close()  # else one that is left over would wait for itself to read
+        self._writer.send(item)
 
     def get_nowait(self) -> Any:
         """What came first.
