@@ -74,6 +74,7 @@ class Trainer:
             sp=self.sp,
             pg_collection=self.mesh.model_groups,
             sequence_parallel=config.parallel.sequence_parallel,
+            vp_size=config.parallel.virtual_pipeline_parallel_size,
         ).to(world.device)
         add_lora(module, config.lora)
         self.engine = build_engine(module, config, world, self.mesh)

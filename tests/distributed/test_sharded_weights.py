@@ -56,7 +56,7 @@ def _slices(
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     found: list[list[Slice]] = []
     for (config, lora), shapes in zip(cases, whole_shapes, strict=True):
-        model = build_model(config)
+        model = build_model(config, vp_size=sizes.get("virtual_pipeline_model_parallel_size", 1))
         add_lora(model, lora)
         for local, parameter in model.named_parameters():
             name = model.global_name(local)
@@ -108,3 +108,10 @@ def test_pipeline_stages_store_each_element_once() -> None:
     """The timestep embedding and projections of contexts exist on every stage."""
     cases = [(config, LoraConfig()) for config in CONFIGS] + [(tiny_config("cross"), LORA)]
     _check({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, cases)
+
+
+def test_interleaved_stages_store_each_element_once() -> None:
+    cases = [(tiny_config(text, num_layers=4), LoraConfig()) for text in ("none", "cross", "joint")]
+    cases += [(tiny_config("dual_stream", num_layers=3), LoraConfig()), (tiny_config("cross", num_layers=4), LORA)]
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    _check(sizes | {"tensor_model_parallel_size": 2}, cases)

@@ -117,8 +117,12 @@ class ShardedState:
 
 
 def _weights(described: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """Slices of parameters by global name."""
-    return {entry.key: entry for entry in described.values() if isinstance(entry, ShardedTensor)}
+    """Slices of parameters by global name; of one that several chunks of a rank share, what the first says."""
+    found: dict[str, ShardedTensor] = {}
+    for entry in described.values():
+        if isinstance(entry, ShardedTensor):
+            found.setdefault(entry.key, entry)
+    return found
 
 
 def _kind_and_name(full_name: str) -> tuple[str, str]:
