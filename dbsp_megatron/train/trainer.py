@@ -24,13 +24,8 @@ from dbsp_megatron.models.dit.pointwise import compile_pointwise
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
-from dbsp_megatron.train.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-)
-from dbsp_megatron.train.checkpoint_writer import CheckpointWriter
+from dbsp_megatron.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.continuation import check_continuation, run_lock
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines import StepWork, build_engine
@@ -80,6 +75,7 @@ class Trainer:
             sp=self.sp,
             pg_collection=self.mesh.model_groups,
             sequence_parallel=config.parallel.sequence_parallel,
+            vp_size=config.parallel.virtual_pipeline_parallel_size,
         ).to(world.device)
         add_lora(module, config.lora)
         if loop.compile:
@@ -99,9 +95,7 @@ class Trainer:
         encoder = PixelPatchEncoder(config.data.patch_size, dataset.channels)
         self.loader = ClipLoader(dataset, encoder, ContextSource(self.model_config, loop.context))
         self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
-        self._writer = CheckpointWriter(
-            world, self.mesh.stage_group, keep_last=loop.keep_last, background=loop.async_checkpoint
-        )
+        self._writer = self.engine.checkpoint_writer(loop, world, self.mesh)
         self.steps_done = 0
         self._last_saved = -1
         if checkpoint is not None:
@@ -154,6 +148,7 @@ class Trainer:
             while self.steps_done < config.train.steps:
                 with profiler.step(self.steps_done + 1):
                     row, stopping = self._train_step(stop)
+                self._writer.poll()
                 if logged := self._is_logged(self.steps_done):
                     # Before the evaluation, which attends to other clips.
                     report.add_layers(self.steps_done)
@@ -307,7 +302,7 @@ class Trainer:
         self._last_saved = self.steps_done
 
     def _load_from(self, checkpoint: Checkpoint, tensors: dict[str, StateTensor]) -> None:
-        checkpoint.load_tensors(tensors, self.world, may_differ=_may_differ, group=self.mesh.stage_group)
+        self.engine.fill(checkpoint, tensors, self.world, self.mesh, may_differ=_may_differ)
         self.engine.loaded()
 
     def _start_from(self, checkpoint: Checkpoint) -> None:
