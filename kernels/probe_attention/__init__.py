@@ -17,17 +17,17 @@ _ROW_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def probe_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None) -> Tensor:
     """What some keys add to the attention of probe rows, without a mask and under each candidate mask; no gradient.
 
-    On CUDA, for k and v of 16 bits, one kernel reads k and v once, where they lie, and a second one merges what it
-    found in parts of the keys, in their order: the same launch gives the same bits. Nothing waits for the device. On
-    other devices, for other dtypes and for more than 256 dims `naive_probe_attention` runs. Weights are held as two
-    numbers of 16 bits there, so that candidates that differ little can be told apart.
+    On CUDA, for k and v of one dtype of 16 bits, a kernel reads k and v once, where they lie, and another merges what
+    it found in parts of the keys, in their order: the same launch gives the same bits. Nothing waits for the device.
+    Weights are held as two numbers of 16 bits there, so that candidates that differ little can be told apart. On other
+    devices, for other dtypes and for more than 256 dims `naive_probe_attention` runs.
 
     Dims: B batch, m probe rows, s keys at hand, H/Hkv query and key/value heads, D/Dv head dims, C candidate masks.
 
     Args:
         q: probe rows, floating point [B, m, H, D]; rounded to the dtype of k, unless wider than fp32.
         k: keys, floating point [B, s, Hkv, D], any strides (D adjacent in memory is the fast case); Hkv divides H.
-        v: values, of the dtype of k, [B, s, Hkv, Dv].
+        v: values, floating point [B, s, Hkv, Dv], any strides.
         allowed: bool [C, m, s], the keys of each row under each candidate.
         scale: softmax scale, default D ** -0.5.
 
@@ -40,7 +40,9 @@ def probe_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: flo
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
 
-    Memory: the result and, on CUDA, a few times that, but at most one for 512 keys; a bit for each of `allowed`. Launch grid: see `triton_kernel`.
+    Memory: the result and, on CUDA, as much for each part of the keys, which are 512 at least, in about four programs a
+    multiprocessor; a bit for each of `allowed`; copies of k and v if their D is not adjacent. Launch grid: see
+    `triton_kernel`.
     """
     _check(q, k, v, allowed)
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -54,9 +56,9 @@ def probe_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: flo
 
 
 def _in_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    dtypes = k.dtype in _KEY_DTYPES and v.dtype == k.dtype and q.dtype in _ROW_DTYPES
     dims = (q.shape[3], v.shape[3])
-    fits = k.dtype in _KEY_DTYPES and q.dtype in _ROW_DTYPES and 0 < min(dims) and max(dims) <= _MAX_DIM
-    return k.is_cuda and fits and q.numel() > 0 and k.numel() > 0
+    return k.is_cuda and dtypes and min(dims) > 0 and max(dims) <= _MAX_DIM and q.numel() > 0 and k.numel() > 0
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> None:
@@ -72,9 +74,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> None:
             f"k must be [B, s, Hkv, D] = [{batch}, s, a divisor of {heads}, {dim}] for q {list(q.shape)}, got "
             f"{list(k.shape)}"
         )
-    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype:
+    if v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v must be {k.dtype} [B, s, Hkv, Dv] = {[*k.shape[:3], 'Dv']} as k is, got {v.dtype} {list(v.shape)}"
+            f"v must be [B, s, Hkv, Dv] with B, s, Hkv = {list(k.shape[:3])} as k has them, got {list(v.shape)}"
         )
     if allowed.dtype != torch.bool or allowed.dim() != 3 or tuple(allowed.shape[1:]) != (rows, num_keys):
         raise ValueError(

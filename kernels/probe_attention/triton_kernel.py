@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dbsp_megatron.kernels.block_sparse_attention.lists import multiprocessors
-
 from dbsp_megatron.kernels.block_sparse_attention.portable_config import TileConfig, is_large, padded_dim
 from dbsp_megatron.kernels.block_sparse_attention.portable_tiles import LOG2E, load_tile, tile_source, tma_applies
 
@@ -186,8 +185,9 @@ def triton_probe_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sca
     Returns:
         fp32 [B, H, m, 1 + (1 + C) * (1 + Dv)]; see `probe_attention`.
 
-    Launch grid: P * B * Hkv * ceil(R / 64 or 128) programs, about four a multiprocessor, of at least 512 keys; then one for
-    each of B * Hkv * R rows. Peak extra memory: P times the result, and a bit for each of `allowed`.
+    Launch grid: P * B * Hkv * ceil(R / 64 or 128) programs, about four a multiprocessor, of at least 512 keys; then one
+    for each of B * Hkv * R rows; before them C * m * ceil(s / 2048) that pack `allowed` into bits. Peak extra memory: P
+    times the result, those bits, and copies of k and v if their D is not adjacent.
     """
     batch, num_probes, heads, dim = q.shape
     num_keys, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def prepare() -> None:
-    """Repair three faults of the interpreter: loop bounds that are arrays of one element, products and rounding of bf16.
+    """Repair three faults of the interpreter: loop bounds that are arrays of one element, bf16's products and rounding.
 
     Triton 3.6 passes one-element arrays to `int`, which NumPy refuses from 2.4 on. All versions up to 3.9 multiply the
     bit patterns of bf16 operands as integers, without a word, and cut fp32 off where they should round it to bf16.
