@@ -46,7 +46,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .arguments import check_rows
 from .giving_way import programs_of
-from .hopper_device import bshd_descriptor, first_tile, list_row, next_slot, received, send, tile_after, tile_of_program
+from .hopper_device import bshd_descriptor, list_row, next_slot, received, send, tile_after, tile_of_program
 from .hopper_dq import prepare_kernel, reorder_kernel
 from .hopper_launch import (
     LOG2E,
@@ -136,7 +136,7 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
               NSUB: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full = bars
-    count, index, order, next_tile, run = lists
+    count, index, order, next_tile = lists
     num_heads, num_kv_heads, group, num_q, num_k, list_batch, list_heads, order_heads, seqlen_k, padded, num_tiles = (
         sizes
     )
@@ -144,10 +144,10 @@ def _producer(tensors, buffers, lists, groups, sizes, D: gl.constexpr, NST: gl.c
     stage = 0
     phase = 1
     parity = 0
-    tile = first_tile(run)
+    tile = gl.program_id(0)
     while tile < num_tiles:
         # The counter answers while this tile is being loaded.
-        following_tile = tile_after(tile, next_tile, run, num_tiles)
+        following_tile = tile_after(next_tile, num_tiles)
         entry, kv_head, block = tile_of_program(
             order, tile, num_kv_heads, order_heads, list_batch * order_heads * num_k, num_k, SHARED
         )
@@ -281,7 +281,7 @@ def _consumer(w: gl.constexpr, results, buffers, sizes, sc, sc2, D: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=[
-    "run", "num_heads", "num_kv_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
+    "num_heads", "num_kv_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
     "order_heads", "seqlen_k", "padded", "num_tiles",
 ])  # fmt: skip
 def backward_kernel(
@@ -299,7 +299,6 @@ def backward_kernel(
     index,
     order,
     next_tile,
-    run,
     first,
     heads,
     sc,
@@ -367,7 +366,7 @@ def backward_kernel(
     results = (dq_desc, dq_sums, dk, dv)
     bars = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full)
     buffers = (k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, work, rows, bars)
-    lists = (count, index, order, next_tile, run)
+    lists = (count, index, order, next_tile)
     groups = (first, heads)
     sizes = (
         num_heads,
@@ -478,7 +477,7 @@ def hopper_backward(
     sums_desc = TensorDescriptor(sums, list(sums.shape), [128, 1], part, gl.NVMMASharedLayout(0, 32, 2))
     tiles = (padded // 64 * batch * num_heads,)
     num_tiles = batch * num_kv_heads * num_k
-    programs, run = programs_of(num_tiles, multiprocessors(q.device) * (3 - consumers))
+    programs, stays = programs_of(num_tiles, multiprocessors(q.device) * (3 - consumers))
     with torch.cuda.device(q.device):
         prepare_kernel[tiles](
             lse,
@@ -508,8 +507,7 @@ def hopper_backward(
             lists.t_count,
             listed(groups.index),
             groups.order,
-            next_tile if run is None else None,
-            run,
+            next_tile if stays else None,
             groups.first,
             groups.heads,
             scale,

@@ -19,28 +19,12 @@ def next_slot(slot, phase, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def first_tile(run):
-    """Tile that a program begins with; see `tile_after`."""
-    if run is None:
-        return gl.program_id(0)
+def tile_after(next_tile, num_tiles):
+    """Tile that a program computes next, from a counter; `num_tiles` or more: none. Without counter it has one tile."""
+    if next_tile is None:
+        return num_tiles
     else:
-        return gl.program_id(0) * run
-
-
-@gluon.jit
-def tile_after(tile, next_tile, run, num_tiles):
-    """Tile that a program computes next; `num_tiles` or more: none.
-
-    Without `run` a counter deals tiles out; else a program has `run` of them in a row. No launch has both, and nothing
-    but the tile is kept from one to the next: the producer has no register to spare.
-    """
-    if run is None:
-        following = gl.num_programs(0) + gl.atomic_add(next_tile, 1)
-    else:
-        following = tile + 1
-        if following % run == 0:
-            following = num_tiles
-    return following
+        return gl.num_programs(0) + gl.atomic_add(next_tile, 1)
 
 
 @gluon.jit

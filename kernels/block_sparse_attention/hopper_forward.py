@@ -39,7 +39,6 @@ from .arguments import check_tables
 from .giving_way import programs_of
 from .hopper_device import (
     bshd_descriptor,
-    first_tile,
     list_entry,
     list_row,
     next_slot,
@@ -105,7 +104,7 @@ def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.con
               NWG: gl.constexpr, NQ: gl.constexpr, NSLOT: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, state_desc = tensors
     q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar = buffers
-    count, index, order, next_tile, run = lists
+    count, index, order, next_tile = lists
     kv_index, q_range, num_heads, group = heads
     seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles = sizes
     slot = 0
@@ -113,10 +112,10 @@ def _producer(tensors, buffers, lists, heads, sizes, D: gl.constexpr, KB: gl.con
     # A fresh barrier counts as "phase 1 done": the first waits for an empty slot or stage fall through.
     phase = 1
     q_phase = 1
-    tile = first_tile(run)
+    tile = gl.program_id(0)
     while tile < num_tiles:
         # The counter answers while this tile is being loaded.
-        following_tile = tile_after(tile, next_tile, run, num_tiles)
+        following_tile = tile_after(next_tile, num_tiles)
         entry, head, block = tile_of_program(
             order, tile, num_heads, list_heads, list_batch * list_heads * num_q, num_q, SHARED
         )
@@ -321,7 +320,7 @@ def _consumer(w: gl.constexpr, results, buffers, heads, sizes, strides, sc2, D: 
 
 
 @gluon.jit(do_not_specialize=[
-    "run", "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
+    "seqlen_q", "seqlen_k", "num_heads", "group", "num_q", "num_k", "list_batch", "list_heads",
     "num_tiles", "out_stride_b", "out_stride_s", "out_stride_h", "lse_stride_b", "lse_stride_h", "lse_stride_s",
 ])  # fmt: skip
 def forward_kernel(
@@ -336,7 +335,6 @@ def forward_kernel(
     index,
     order,
     next_tile,
-    run,
     kv_index,
     q_range,
     sc2,
@@ -367,8 +365,8 @@ def forward_kernel(
     """See the module's docstring. `out_desc` is None when `state_desc` and `out` (fp32, resumed from) are given.
 
     KB keys a k-block, NB k-blocks a tile, NWG consumers of 64 rows, NQ stages of Q, NSLOT ring slots, D columns in
-    shared memory, DV columns of the tensors. SHARED: heads or batch entries share lists. `next_tile` holds 0. run: see
-    `tile_after`.
+    shared memory, DV columns of the tensors. SHARED: heads or batch entries share lists. `next_tile` holds 0. Without
+    it a program has one tile.
     """
     smem_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], q_desc.dtype)
     number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -389,7 +387,7 @@ def forward_kernel(
     tensors = (q_desc, k_desc, v_desc, state_desc)
     results = (out_desc, state_desc, out, lse)
     buffers = (q_s, kv_s, work, q_full, q_empty, full_bar, empty_bar)
-    lists = (count, index, order, next_tile, run)
+    lists = (count, index, order, next_tile)
     heads = (kv_index, q_range, num_heads, group)
     sizes = (seqlen_q, seqlen_k, num_q, num_k, list_batch, list_heads, num_tiles)
     strides = (out_stride_b, out_stride_s, out_stride_h, lse_stride_b, lse_stride_h, lse_stride_s)
@@ -476,8 +474,8 @@ def hopper_forward(
         return out, lse
     config = forward_config(head_dim, block_size_q, block_size_k)
     num_tiles = batch * num_heads * num_q
-    programs, run = programs_of(num_tiles, multiprocessors(q.device) * (3 - config.num_consumers))
-    next_tile = torch.zeros(1, dtype=torch.int32, device=q.device) if run is None else None
+    programs, stays = programs_of(num_tiles, multiprocessors(q.device) * (3 - config.num_consumers))
+    next_tile = torch.zeros(1, dtype=torch.int32, device=q.device) if stays else None
     with torch.cuda.device(q.device):
         forward_kernel[(programs,)](
             bshd_descriptor(q, 64, config.dim),
@@ -491,7 +489,6 @@ def hopper_forward(
             listed(lists.index),
             lists.order,
             next_tile,
-            run,
             kv_index,
             q_range,
             scale * LOG2E,

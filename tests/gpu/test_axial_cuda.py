@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gpu
 
 GRID = (3, 4, 67)
 """Frames of 268 tokens: in blocks of 64 the last one is short."""
-# Some gradients of these small models are differences of nearly equal numbers: the CPU itself is off by up to a tenth of
-# them in fp32. A card may be off as far as the CPU is in the same precision, with other roundings.
+# Some gradients of these small models are differences of nearly equal numbers: the CPU itself is off by up to a tenth
+# of them in fp32. A card may be off as far as the CPU is in the same precision, with other roundings.
 FACTOR = 4.0
 LEAST = {False: 2e-5, True: 4e-3}
 

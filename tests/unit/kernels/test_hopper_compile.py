@@ -49,14 +49,14 @@ class Variant:
     kv_index: bool = False
     """A table of kv heads is given."""
     q_range: bool = False
-    runs: bool = False
-    """Programs have some tiles in a row, as inside `giving_way`."""
+    gives_way: bool = False
+    """A program has one tile, as inside `giving_way`."""
     grouped: bool = False
     """Several query heads share a kv head (backward pass only: there the kernel differs)."""
 
     def __str__(self) -> str:
         options = [
-            name for name in ("resume", "kv_index", "q_range", "grouped", "shared", "runs") if getattr(self, name)
+            name for name in ("resume", "kv_index", "q_range", "grouped", "shared", "gives_way") if getattr(self, name)
         ]
         direction = "backward" if self.backward else "forward"
         options += [] if self.listed else ["dense"]
@@ -146,9 +146,7 @@ def compile_variant(variant: Variant) -> Usage:
     types |= {"count": "*i32", "order": "*i32"} | ({"index": f"*{variant.index}"} if variant.listed else {})
     sizes = {param.name for param in kernel.params if param.do_not_specialize}
     types |= dict.fromkeys(sizes, "i32")
-    if not variant.runs:
-        types |= {"next_tile": "*i32"}
-        del types["run"]
+    types |= {} if variant.gives_way else {"next_tile": "*i32"}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
     source = GluonASTSource(kernel, signature, constants)
@@ -188,7 +186,7 @@ FORWARD = [
     Variant(dim=64, block_q=64, block_k=64, resume=True),
     Variant(dim=96, resume=True),
     *(
-        Variant(block_q=block, block_k=block, runs=True, resume=resume)
+        Variant(block_q=block, block_k=block, gives_way=True, resume=resume)
         for block in (128, 64)
         for resume in (False, True)
     ),
@@ -213,9 +211,9 @@ BACKWARD = [
     Variant(backward=True, dim=64, block_q=64, block_k=64, grouped=True),
     Variant(backward=True, dim=96),
     Variant(backward=True, dim=96, block_k=64),
-    *(Variant(backward=True, block_q=block, block_k=block, runs=True) for block in (128, 64)),
-    Variant(backward=True, runs=True, grads="bf16", grouped=True),
-    Variant(backward=True, dim=64, runs=True, grads="bf16"),
+    *(Variant(backward=True, block_q=block, block_k=block, gives_way=True) for block in (128, 64)),
+    Variant(backward=True, gives_way=True, grads="bf16", grouped=True),
+    Variant(backward=True, dim=64, gives_way=True, grads="bf16"),
     Variant(backward=True, dim=72, grads="bf16"),
     Variant(backward=True, dim=72, block_k=64),
     Variant(backward=True, dim=40),
@@ -231,7 +229,7 @@ def stack_limit(variant: Variant) -> int:
         return 40
     if variant.grouped or (variant.dim, variant.block_k) == (64, 128):
         return 16
-    return 8 if variant.runs else 0
+    return 8 if variant.gives_way else 0
 
 
 # A few seconds each: those that the others vary run always.
