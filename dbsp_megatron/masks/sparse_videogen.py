@@ -67,7 +67,8 @@ class SparseVideoGenMask(StaticMask):
         # The largest integer below the width.
         reach = math.ceil(max(1.0, width)) - 1
         spatial = _near(q.raster, k.raster, reach)
-        temporal = _near(*(x.position * x.grid.frames + x.frame for x in (q, k)), reach)
+        own, other = (x.position * x.grid.frames + x.frame for x in (q, k))
+        temporal = _near(own, other, reach)
         return torch.stack([spatial, temporal]) | (k.frame < self.sink_frames)
 
     def candidates(self, q: Tokens, k: Tokens, layer: int, step: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsp_megatron import BlockMask, MaskConfig, build_mask_method
+from dbsp_megatron.kernels.probe_attention import naive
 from dbsp_megatron.masks import (
     METHODS,
     MaskMethod,
@@ -24,7 +25,6 @@ from dbsp_megatron.masks import (
     TopKMask,
     TopPMask,
     pooled,
-    probe,
     write_masks,
 )
 from tests.reference import random_blocks, random_qkv
@@ -148,7 +148,7 @@ def test_masks_do_not_depend_on_how_many_heads_are_made_at_a_time(method: MaskMe
     q = q * torch.linspace(0.5, 5, 6)[:, None]
     whole = method.mask(q, k, 2, 3, GRID, BLOCK, v=v).blocks
     assert len({int(blocks.sum()) for blocks in whole[0]}) > 1 or method.name == "topk"
-    with patch.object(pooled, "_SCORES_AT_ONCE", 1), patch.object(probe, "_WORKING_ELEMENTS", 1):
+    with patch.object(pooled, "_SCORES_AT_ONCE", 1), patch.object(naive, "_WORKING_ELEMENTS", 1):
         assert torch.equal(method.mask(q, k, 2, 3, GRID, BLOCK, v=v).blocks, whole)
 
 
