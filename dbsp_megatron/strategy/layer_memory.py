@@ -46,6 +46,11 @@ class _Rank:
     kv_chunks: tuple[int, ...]
     """Rows of the K/V chunk of each ring step, the own one first."""
 
+    @property
+    def copied(self) -> int:
+        """Rows of the own chunk that are copied to be sent whole: those of the layer's inputs may not be contiguous."""
+        return self.kv_chunks[0] if self.alone else 0
+
 
 def _ranks(plan: PartitionPlan, shape: CallShape, tokens: Sequence[int], chosen: IntArray | None) -> list[_Rank]:
     """Work of all ranks on the chosen heads, None for all."""
@@ -113,7 +118,7 @@ def _joined_chunks(rank: _Rank, prefetch: int, whole: bool) -> int:
     own, others = rank.kv_chunks[0], rank.kv_chunks[1:]
     joined = 2 * sum(others)
     if whole:
-        return own + joined
+        return rank.copied + joined
     # Buffers of single readers go as their steps come to an end.
     steps = range(len(others))
     coming = (own * len(others[step : step + prefetch + 1]) + sum(others[: step + prefetch + 1]) for step in steps)
@@ -131,7 +136,7 @@ def _forward_ring(rank: _Rank, size: _Sizes, join: bool, prefetch: int, whole: b
     for step in range(len(others)):
         # The chunk attended before, the one taken, and those under way.
         there = others[max(0, step - 1) : step + prefetch + 1]
-        sends = own if whole else own * len(others[step : step + prefetch + 1])
+        sends = rank.copied if whole else own * len(others[step : step + prefetch + 1])
         most = max(most, sends + sum(there))
     return size.kv * most
 
@@ -147,15 +152,16 @@ def _backward_ring(rank: _Rank, size: _Sizes, join: bool, prefetch: int, whole: 
         most = size.kv * _joined_chunks(rank, prefetch, whole)
         for step in range(len(others)):
             going = others[max(0, step - prefetch) : step + 1]
-            held = size.kv * ((own if whole else 0) + total) + part_q + size.wide_kv * total
+            held = size.kv * ((rank.copied if whole else 0) + total) + part_q + size.wide_kv * total
             most = max(most, held + size.wide_kv * sum(chunk + own for chunk in going))
         return most
     most = 0
     for step in range(len(others)):
         there = others[step : step + prefetch + 1]
-        sends = own if whole else own * len(others[step + 1 : step + prefetch + 1])
+        sends = rank.copied if whole else own * len(others[step + 1 : step + prefetch + 1])
         going = others[max(0, step - prefetch) : step + 1]
-        grads = others[step] + sum(chunk + own for chunk in going)
+        # What a step gave goes out as it lies.
+        grads = sum(chunk + own for chunk in going)
         most = max(most, size.kv * (sends + sum(there)) + part_q + size.wide_kv * grads)
     return most
 
