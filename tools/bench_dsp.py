@@ -26,7 +26,7 @@ if not __package__:  # Run by its path: the repository is not on sys.path.
 from dbsp_megatron.dsp import unit_plan_of
 from tools.device_timing import Ranks
 from tools.dsp_entries import STRATEGIES, AloneEntry, DspEntry, make_entry
-from tools.dsp_model import SHAPES, DspShape, find_shape, make_parameters, run_whole
+from tools.dsp_model import ATTENTIONS, SHAPES, DspShape, find_shape, make_parameters, run_whole
 from tools.dsp_parts import ModelEntry, Problem
 from tools.dsp_report import markdown_report, text_report
 from tools.link_bytes import counting
@@ -267,6 +267,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[DspConfig, Files]:
     parser.add_argument("--head-dim", type=int, help="in place of the shape's (72)")
     parser.add_argument("--batch", type=int, default=1, help="samples (%(default)s)")
     parser.add_argument("--pairs", type=int, default=2, help="pairs of a spatial and a temporal block (%(default)s)")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="blocks", help="block-sparse engine, or PyTorch's")
     parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)} (all)")
     parser.add_argument("--ranks-per-node", type=int, help="ranks that count as one node (those of the launcher)")
     parser.add_argument(
@@ -276,7 +277,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[DspConfig, Files]:
     parser.add_argument("--seed", type=int, default=0, help="of weights and input (%(default)s)")
     add_measuring_flags(parser, DTYPES)
     options = parser.parse_args(argv)
-    sizes = {"head_dim": options.head_dim, "batch": options.batch, "pairs": options.pairs}
+    sizes = {name: getattr(options, name) for name in ("head_dim", "batch", "pairs", "attention")}
     config = DspConfig(
         **measuring_options(options),
         shapes=tuple(find_shape(name, **sizes) for name in options.shape),

@@ -316,7 +316,7 @@ def _collective_call(
 ) -> Callable[[], object]:
     send = torch.zeros(piece, dtype=torch.uint8, device=device)
     if collective == "p2p":
-        return lambda: PeerSwap(send, piece, group, 1).wait()
+        return lambda: PeerSwap([send], [(piece,)], group, 1).wait()[0]
     if collective == "all_gather":
         parts = [torch.empty_like(send) for _ in range(group.size())]
         return lambda: dist.all_gather(parts, send, group=group)

@@ -65,7 +65,7 @@ class DspEntry(CutAlong):
         return found
 
     def _attention(self, block: str, dim: str) -> Attend:
-        return attention_over(dim)
+        return attention_over(dim, self.shape.attention)
 
     def expected_bytes(self, backward: bool) -> list[int]:
         """A switch before each block but the first, and back: M/N (N - 1)/N where lengths divide."""
@@ -86,9 +86,12 @@ class UnitsEntry(CutAlong):
 
     def _attention(self, block: str, dim: str) -> Attend:
         if dim == "T":
-            return attention_over("T")
-        places = self.shape.places
-        return lambda q, k, v: attend_units(q, k, v, self.group, DIMS["S"], length=places)
+            return attention_over("T", self.shape.attention)
+        places, engine = self.shape.places, "auto"
+        if self.shape.attention == "blocks":
+            # Without a mask "auto" is PyTorch's own attention.
+            engine = "triton" if self.x.is_cuda and self.x.dtype != torch.float64 else "torch"
+        return lambda q, k, v: attend_units(q, k, v, self.group, DIMS["S"], length=places, engine=engine)
 
     def expected_bytes(self, backward: bool) -> list[int]:
         """As Ulysses, with units in place of heads, however many a rank has."""
@@ -113,7 +116,7 @@ class UlyssesEverywhereEntry(CutAlong):
     def _scattered(self, q: Tensor, k: Tensor, v: Tensor, dim: int) -> Tensor:
         places, heads = self.shape.places, self.shape.heads
         packed = switch(torch.stack((q, k, v)), self.group, 3, 4, length=places)
-        out = attend_whole(packed.unbind(0), dim)
+        out = attend_whole(packed.unbind(0), dim, self.shape.attention)
         return switch(out, self.group, 3, 2, length=heads)
 
     def expected_bytes(self, backward: bool) -> list[int]:
@@ -122,6 +125,19 @@ class UlyssesEverywhereEntry(CutAlong):
         rest = shape.batch * shape.frames * shape.head_dim * self.size * 2 * shape.pairs
         heads = balanced_lengths(shape.heads, self.ranks.size)
         return scattered_bytes(heads, self.lengths(), rest, backward)
+
+
+class UlyssesEntry(UlyssesEverywhereEntry):
+    """Heads are scattered in spatial attention alone, as the strategy of `SequenceParallel` does, by any attention."""
+
+    name = "ulysses"
+
+    def _attention(self, block: str, dim: str) -> Attend:
+        return attention_over("T", self.shape.attention) if dim == "T" else super()._attention(block, dim)
+
+    def expected_bytes(self, backward: bool) -> list[int]:
+        """Four tensors in each pair: 4 M/N (N - 1)/N."""
+        return [sent // 2 for sent in super().expected_bytes(backward)]
 
 
 class RuntimeEntry(ModelEntry):
@@ -162,7 +178,7 @@ class RuntimeEntry(ModelEntry):
 
     def _attention(self, block: str, dim: str) -> Attend:
         if dim == "T":
-            return attention_over("T")
+            return attention_over("T", self.shape.attention)
         layer = int(block.split(".")[0])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -219,7 +235,9 @@ def make_entry(strategy: str, problem: Problem, ranks: Ranks) -> ModelEntry:
     Raises:
         ValueError: it cannot run this problem on these ranks.
     """
-    if strategy in ("ulysses", "ring"):
+    if strategy in ("ulysses", "ring") and problem.shape.attention == "blocks":
         return RuntimeEntry(problem, ranks, strategy)
-    kinds = {kind.name: kind for kind in (DspEntry, UnitsEntry, UlyssesEverywhereEntry, MegatronEntry)}
+    if strategy == "ring":
+        raise ValueError("ring adds up parts of K and V, which PyTorch's attention does not: use --attention blocks")
+    kinds = {kind.name: kind for kind in (DspEntry, UnitsEntry, UlyssesEntry, UlyssesEverywhereEntry, MegatronEntry)}
     return kinds[strategy](problem, ranks)

@@ -104,7 +104,9 @@ class MegatronEntry(CutAlong):
 
     def _attention(self, block: str, dim: str) -> Attend:
         def attend(*qkv: Tensor) -> Tensor:
-            return attend_whole([x.unflatten(0, self.shape.lengths) for x in qkv], DIMS[dim]).flatten(0, 2)
+            return attend_whole(
+                [x.unflatten(0, self.shape.lengths) for x in qkv], DIMS[dim], self.shape.attention
+            ).flatten(0, 2)
 
         return attend
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,9 +16,12 @@ from torch.nn import functional
 
 from dbsp_megatron import BlockMask
 from dbsp_megatron.attention.api import block_sparse_attention
+from dbsp_megatron.attention.dense import dense_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Parameters = dict[str, Tensor]
+ATTENTIONS = ("blocks", "sdpa")
+"""The block-sparse engine with every block dense, or PyTorch's own attention."""
 DIMS = {"S": 2, "T": 1}
 """Attended dim of each kind of block, in the order of a pair."""
 HEAD_DIMS = {"qkv.weight": 1, "qkv.bias": 1, "out.weight": 1, "up.weight": 0, "up.bias": 0, "down.weight": 1}
@@ -37,6 +41,8 @@ class DspShape:
     batch: int = 1
     pairs: int = 2
     """(spatial, temporal) pairs of blocks."""
+    attention: str = "blocks"
+    """Of ATTENTIONS."""
 
     @property
     def channels(self) -> int:
@@ -74,7 +80,9 @@ SHAPES = {
 """Latent tokens of STDiT3 (Open-Sora 1.2) by resolution and seconds, and a shape of the DSP paper."""
 
 
-def find_shape(text: str, *, head_dim: int | None = None, batch: int = 1, pairs: int = 2) -> DspShape:
+def find_shape(
+    text: str, *, head_dim: int | None = None, batch: int = 1, pairs: int = 2, attention: str = "blocks"
+) -> DspShape:
     """A shape by name, or `TxSxH`.
 
     Raises:
@@ -87,7 +95,8 @@ def find_shape(text: str, *, head_dim: int | None = None, batch: int = 1, pairs:
         found = DspShape(name=text, frames=int(parts[0]), places=int(parts[1]), heads=int(parts[2]))
     else:
         raise ValueError(f"--shape must be of {', '.join(SHAPES)}, or FRAMESxPLACESxHEADS, got {text!r}: use one")
-    found = replace(found, head_dim=found.head_dim if head_dim is None else head_dim, batch=batch, pairs=pairs)
+    found = replace(found, batch=batch, pairs=pairs, attention=attention)
+    found = found if head_dim is None else replace(found, head_dim=head_dim)
     for flag, value in (("head-dim", found.head_dim), ("batch", batch), ("pairs", pairs)):
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}: raise it")
@@ -153,26 +162,28 @@ def run_block(
     return x + leave(functional.linear(hidden, p("down.weight"))) + p("down.bias")
 
 
-def attend_whole(qkv: Sequence[Tensor], dim: int) -> Tensor:
+def attend_whole(qkv: Sequence[Tensor], dim: int, attention: str) -> Tensor:
     """Dense attention over a dim that is whole; [B, T, S, h, D], all other dims are batch."""
     if not qkv[0].numel():
         return qkv[0]
     moved = [x.movedim(dim, -3) for x in qkv]
     others = moved[0].shape[:2]
     q, k, v = (x.flatten(0, 1) for x in moved)
-    out = block_sparse_attention(q, k, v, BlockMask.dense(q.shape[2], q.shape[1], device=q.device), return_lse=False)
-    if not isinstance(out, Tensor):
-        raise RuntimeError("block_sparse_attention returned an lse that was not asked for")
+    if attention == "sdpa":
+        out = dense_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    else:
+        mask = BlockMask.dense(q.shape[2], q.shape[1], device=q.device)
+        out = cast(Tensor, block_sparse_attention(q, k, v, mask, return_lse=False))
     return out.unflatten(0, others).movedim(-3, dim)
 
 
-def attention_over(dim: str) -> Attend:
+def attention_over(dim: str, attention: str) -> Attend:
     """`attend_whole` over the dim of a kind of block."""
-    return lambda *qkv: attend_whole(qkv, DIMS[dim])
+    return lambda *qkv: attend_whole(qkv, DIMS[dim], attention)
 
 
 def run_whole(parameters: Mapping[str, Tensor], shape: DspShape, x: Tensor) -> Tensor:
     """The model in one process, [B, T, S, C]."""
     for block, dim in shape.blocks():
-        x = run_block(parameters, block, x, attention_over(dim), shape.head_dim)
+        x = run_block(parameters, block, x, attention_over(dim, shape.attention), shape.head_dim)
     return x

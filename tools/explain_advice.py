@@ -18,7 +18,8 @@ _MOST_UNEVEN = 1.1
 _NEXT_TO_EVEN = 1.03
 _LEAST_BLOCKS = 4
 _HEADROOM = 0.9
-_FAST_BLOCKS, _FAST_HEAD_DIMS = (64, 128), (64, 96, 128)
+_FAST_BLOCKS = (64, 128)
+_FAST_HEAD_DIM_STEP, _MAX_FAST_HEAD_DIM = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +248,8 @@ def _about_kernels(situation: Situation) -> list[Advice]:
     slow = []
     if config.sp.block_size not in _FAST_BLOCKS:
         slow.append(f"sp.block_size={config.sp.block_size} (64 or 128)")
-    if head_dim not in _FAST_HEAD_DIMS:
-        slow.append(f"head dim {head_dim} (64, 96 or 128)")
+    if head_dim % _FAST_HEAD_DIM_STEP or head_dim > _MAX_FAST_HEAD_DIM:
+        slow.append(f"head dim {head_dim} (a multiple of 8 up to 128)")
     if config.train.precision != "bf16":
         slow.append(f"train.precision={config.train.precision} (bf16)")
     if not slow:

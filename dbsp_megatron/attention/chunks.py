@@ -5,6 +5,8 @@ Dims: B batch, m tokens of the chunk at home, h K/V heads here, D/Dv head dims, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +61,12 @@ class Ring:
     prefetch: int = 2
     """Chunks that are on their way while the attention of one before is computed."""
 
-    def swap(self, send: Tensor, receive_size: int, shift: int) -> PeerSwap:
-        """Start to send a buffer `shift` ranks on; see `PeerSwap`."""
+    def swap(self, send: Sequence[Tensor], shapes: Sequence[Sequence[int]], shift: int) -> PeerSwap:
+        """Start to send tensors `shift` ranks on; see `PeerSwap`."""
         if self.group is None:
             raise RuntimeError("a ring of one rank swaps nothing")
-        self.traffic.bytes_sent += send.numel() * send.element_size()
-        return PeerSwap(send, receive_size, self.group, shift)
+        self.traffic.bytes_sent += sum(x.numel() * x.element_size() for x in send)
+        return PeerSwap(send, shapes, self.group, shift)
 
 
 class ChunkStream:
@@ -76,7 +78,7 @@ class ChunkStream:
 
     def __init__(self, k: Tensor, v: Tensor, route: ChunkRoute, ring: Ring) -> None:
         self._k, self._v, self._route, self._ring = k, v, route, ring
-        self._whole: Tensor | None = None
+        self._whole: tuple[Tensor, Tensor] | None = None
         self._posted = 0
         self._swaps: dict[int, PeerSwap] = {}
 
@@ -88,79 +90,104 @@ class ChunkStream:
         self.post(step + self._ring.prefetch)
         if step == 0:
             return self._k, self._v
-        flat = self._swaps.pop(step).wait()
-        (batch, _, heads, dim), dim_v = self._k.shape, self._v.shape[3]
-        count = self._route.receive_counts[step]
-        k, v = flat.split([batch * count * heads * dim, batch * count * heads * dim_v])
-        return k.view(batch, count, heads, dim), v.view(batch, count, heads, dim_v)
+        k, v = self._swaps.pop(step).wait()
+        return k, v
 
     def post(self, last_step: int) -> None:
         """Start the transfers of all steps up to one."""
         while self._posted < min(last_step, self._route.num_steps - 1):
             self._posted += 1
-            self._swaps[self._posted] = self._ring.swap(
-                self._rows(self._posted), self._size(self._route.receive_counts[self._posted]), self._posted
-            )
+            came = self._route.receive_counts[self._posted]
+            shapes = [(x.shape[0], came, *x.shape[2:]) for x in (self._k, self._v)]
+            self._swaps[self._posted] = self._ring.swap(self._rows(self._posted), shapes, self._posted)
 
-    def _size(self, rows: int) -> int:
-        batch, _, heads, dim = self._k.shape
-        return batch * rows * heads * (dim + self._v.shape[3])
-
-    def _rows(self, step: int) -> Tensor:
-        """K, then V, of the rows that go out at a step, in one flat buffer."""
-        if not self._route.send_counts[step]:
-            return self._k.new_empty(0)
-        if self._route.send_rows[step] is None:
-            if self._whole is None:
-                self._whole = torch.cat([self._k.reshape(-1), self._v.reshape(-1)])
+    def _rows(self, step: int) -> tuple[Tensor, Tensor]:
+        """K and V of the rows that go out at a step."""
+        count = self._route.send_counts[step]
+        if count and self._route.send_rows[step] is None:
+            # As they lie: no copy beside the message. What is not contiguous is made so once.
+            self._whole = self._whole or (self._k.contiguous(), self._v.contiguous())
             return self._whole
+        shapes = [(x.shape[0], count, *x.shape[2:]) for x in (self._k, self._v)]
+        if not count:
+            return self._k.new_empty(shapes[0]), self._v.new_empty(shapes[1])
         index = self._route.index(step, self._k.shape[2])
-        return pack((self._k, self._v), (index, index))
+        flat = pack((self._k, self._v), (index, index))
+        k, v = flat.split([math.prod(shape) for shape in shapes])
+        return k.view(shapes[0]), v.view(shapes[1])
 
 
 class GradientStream:
     """dK and dV of the chunks of other ranks on their way home, added there in the order of the steps.
 
     Args:
-        dk: gradient of the own chunk of K so far, [B, m, h, D]; added to in place.
-        dv: the same of V.
+        shapes: of dK and dV of the own chunk, [B, m, h, D] and [B, m, h, Dv].
         route: as of the K and V that the gradients belong to.
         ring: the ranks.
+        own: dk and dv of the own chunk so far, of `shapes`, added to in place; None if they come with `finish`, which
+            needs a ring of at most `ring.prefetch` other ranks.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, route: ChunkRoute, ring: Ring) -> None:
-        self._dk, self._dv, self._route, self._ring = dk, dv, route, ring
+    def __init__(
+        self,
+        shapes: tuple[Sequence[int], Sequence[int]],
+        route: ChunkRoute,
+        ring: Ring,
+        own: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self._shapes, self._route, self._ring, self._own = shapes, route, ring, own
         self._swaps: list[tuple[int, PeerSwap]] = []
 
-    def send(self, step: int, gradients: tuple[Tensor, Tensor] | None) -> None:
+    def send(self, step: int, gradients: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Send home what a step gave, and start to receive what the own chunk gave elsewhere at that step.
 
         Args:
             step: the step, each once, in order.
             gradients: dk and dv [B, rows that came at that step, h, D]; None if nothing came.
+            like: any gradient.
         """
-        flat = self._dk.new_empty(0) if gradients is None else torch.cat([x.reshape(-1) for x in gradients])
-        (batch, _, heads, dim), dim_v = self._dk.shape, self._dv.shape[3]
-        size = batch * self._route.send_counts[step] * heads * (dim + dim_v)
-        self._swaps.append((step, self._ring.swap(flat, size, -step)))
-        if len(self._swaps) > self._ring.prefetch:
-            self._add(*self._swaps.pop(0))
+        nothing = [like.new_empty((shape[0], 0, *shape[2:])) for shape in self._shapes]
+        shapes = [(shape[0], self._route.send_counts[step], *shape[2:]) for shape in self._shapes]
+        self._swaps.append((step, self._ring.swap(gradients or nothing, shapes, -step)))
+        if self._own is not None and len(self._swaps) > self._ring.prefetch:
+            step, swap = self._swaps.pop(0)
+            self._add(step, swap.wait(), self._own)
 
-    def finish(self) -> None:
-        """Wait for the gradients still under way."""
+    def finish(self, parts: Sequence[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Wait for the gradients still under way.
+
+        Args:
+            parts: heads, dk and dv of the own chunk, all heads once; `own` if that was given.
+            dtype: of the result.
+
+        Returns:
+            dk and dv of the own chunk with what came.
+        """
         for step, swap in self._swaps:
-            self._add(step, swap)
+            came = swap.wait()
+            for heads, dk, dv in parts:
+                self._add(step, [x[:, :, heads] for x in came], (dk, dv))
         self._swaps.clear()
+        return (
+            joined_heads([(heads, dk) for heads, dk, _ in parts], dtype),
+            joined_heads([(heads, dv) for heads, _, dv in parts], dtype),
+        )
 
-    def _add(self, step: int, swap: PeerSwap) -> None:
-        flat, count = swap.wait(), self._route.send_counts[step]
-        if not count:
-            return
-        (batch, _, heads, dim), dim_v = self._dk.shape, self._dv.shape[3]
-        rows = batch * count * heads
-        parts = flat.split([rows * dim, rows * dim_v])
-        for total, part, size in zip((self._dk, self._dv), parts, (dim, dim_v), strict=True):
-            part = part.view(batch, count, heads, size)
-            index = self._route.send_rows[step]
-            # Rows are named once, so the sum does not depend on the order in which a kernel adds them.
-            total.add_(part) if index is None else total.index_add_(1, index, part)
+    def _add(self, step: int, came: Sequence[Tensor], totals: tuple[Tensor, Tensor]) -> None:
+        index = self._route.send_rows[step]
+        for total, part in zip(totals, came, strict=True):
+            if part.shape[1]:
+                # Rows are named once, so the sum does not depend on the order in which a kernel adds them.
+                total.add_(part) if index is None else total.index_add_(1, index, part)
+
+
+def joined_heads(parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Tensors [B, n, some heads, D] in their places of one [B, n, h, D] in `dtype`."""
+    if len(parts) == 1:
+        return parts[0][1].to(dtype)
+    first = parts[0][1]
+    shape = (*first.shape[:2], sum(x.shape[2] for _, x in parts), first.shape[3])
+    whole = first.new_empty(shape, dtype=dtype)
+    for heads, x in parts:
+        whole[:, :, heads] = x
+    return whole

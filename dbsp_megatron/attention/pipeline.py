@@ -84,8 +84,7 @@ def _gradients(saved: Sequence[Tensor], dout: Tensor, work: RingWork) -> list[Te
     """dq, dk, dv of a chunk where it is computed, in the dtypes of q, k, v."""
     q, k, v, out, lse = saved
     with giving_way():
-        found = ring_backward(q, k, v, out, dout, lse, work)
-    return [part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True)]
+        return list(ring_backward(q, k, v, out, dout, lse, work))
 
 
 def _taken() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dbsp_megatron.attention.chunks import ChunkRoute, ChunkStream, GradientStream, Ring
+from dbsp_megatron.attention.chunks import ChunkRoute, ChunkStream, GradientStream, Ring, joined_heads
 from dbsp_megatron.attention.engines import BlockPattern, Engine, engine_reading
 from dbsp_megatron.comm.own_tensor import own_tensor
 from dbsp_megatron.kernels.block_sparse_attention import accumulate_dtype, output_delta
@@ -108,43 +108,92 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> tuple[Tenso
 def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, work: RingWork
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; gradients of other ranks' chunks go home.
+    """Return dq, dk, dv in the dtypes of q, k and v; gradients of other ranks' chunks go home.
 
-    With several calls they are summed in the accumulation dtype, with one they are made in q's dtype.
+    With several calls they are summed in the accumulation dtype, and rounded once.
     """
     delta = output_delta(out, dout)
-    options: dict[str, Any] = {
-        "kv_index": work.kv_index,
-        "out": out,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "dtype": q.dtype if work.schedule.route.num_steps == 1 else accumulate_dtype(q.dtype),
-    }
-    if work.schedule.route.num_steps == 1:
-        return work.engine.backward(q, k, v, dout, lse, delta, work.schedule.calls[0].pattern, work.scale, **options)
-    stream = ChunkStream(k, v, work.schedule.route, work.ring)
-    home: GradientStream | None = None
-    dq = dk_own = dv_own = q
-    for call in work.schedule.calls:
-        k, v = _joined(stream, call)
-        parts: tuple[Tensor, Tensor, Tensor] | None = None
-        if k.shape[1] or home is None:
-            parts = work.engine.backward(q, k, v, dout, lse, delta, call.pattern, work.scale, **options)
-        if home is None:
-            if parts is None:
-                raise RuntimeError("the first call is that of the own chunk")
-            dq, dk_own, dv_own = parts
-            home = GradientStream(dk_own, dv_own, work.schedule.route, work.ring)
-            continue
-        counts = [work.schedule.route.receive_counts[step] for step in call.steps]
+    route, single = work.schedule.route, work.schedule.route.num_steps == 1
+    dtype = q.dtype if single else accumulate_dtype(q.dtype)
+
+    def run(call: RingCall, k: Tensor, v: Tensor, heads: _Heads) -> tuple[Tensor, Tensor, Tensor]:
+        mine, served = heads.query, heads.key
+        return work.engine.backward(
+            *(q[:, :, mine], k[:, :, served], v[:, :, served], dout[:, :, mine], lse[:, mine], delta[:, mine]),
+            heads.pattern(call.pattern),
+            work.scale,
+            kv_index=work.kv_index,
+            out=out[:, :, mine],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dtype=dtype,
+        )
+
+    own, *others = work.schedule.calls
+    if single:
+        return run(own, k, v, _ALL)
+    stream = ChunkStream(k, v, route, work.ring)
+    k_own, v_own = _joined(stream, own)
+    parts = _own_parts(q, k, v, work)
+    found = [run(own, k_own, v_own, parts[0])]
+    home = GradientStream((k.shape, v.shape), route, work.ring, found[0][1:] if len(parts) == 1 else None)
+    dq: Tensor | None = None
+    for call in others:
+        k_here, v_here = _joined(stream, call)
+        counts = [route.receive_counts[step] for step in call.steps]
         going: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(call.steps)
-        if parts is not None:
-            dq.add_(parts[0])
-            going = dict(zip(call.steps, zip(*(x.split(counts, dim=1) for x in parts[1:]), strict=True), strict=True))
+        if k_here.shape[1]:
+            there = run(call, k_here, v_here, _ALL)
+            dq = there[0] if dq is None else dq.add_(there[0])
+            going = dict(zip(call.steps, zip(*(x.split(counts, dim=1) for x in there[1:]), strict=True), strict=True))
+            del there
         for step in sorted(call.steps):
-            home.send(step, going[step])
-    if home is not None:
-        home.finish()
-    return dq, dk_own, dv_own
+            home.send(step, going[step], found[0][1])
+    # What is left of the own chunk is computed while the last gradients travel.
+    found += [run(own, k_own, v_own, part) for part in parts[1:]]
+    dk, dv = home.finish([(heads.key, *grads[1:]) for heads, grads in zip(parts, found, strict=True)], k.dtype)
+    if dq is not None:
+        for heads, grads in zip(parts, found, strict=True):
+            grads[0].add_(dq[:, :, heads.query])
+    return joined_heads([(x.query, grads[0]) for x, grads in zip(parts, found, strict=True)], q.dtype), dk, dv
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Some of the heads here."""
+
+    query: slice
+    key: slice
+
+    def pattern(self, whole: BlockPattern) -> BlockPattern:
+        """Their part of a pattern."""
+        return whole if self.query.stop is None else whole.of_heads(self.query.start, self.query.stop)
+
+
+_ALL = _Heads(slice(None), slice(None))
+_LEAST_BYTES = 2**27
+"""Gradients that another kernel is worth: with NVLink they are under way for half a millisecond."""
+
+
+def _own_parts(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> list[_Heads]:
+    """Heads of the own chunk that are computed before those of the others, and heads that are computed after them.
+
+    K and V of the others travel under the first part, gradients of the others under the second. All at once where
+    there is little to hide, or gradients would have to be added before there is something to add them to.
+    """
+    kv_heads, steps = k.shape[2], work.schedule.route.num_steps
+    size = accumulate_dtype(q.dtype).itemsize * k.shape[0] * kv_heads * (k.shape[3] + v.shape[3])
+    if (
+        work.kv_index is not None
+        or kv_heads < 2
+        or steps - 1 > work.ring.prefetch
+        or size * work.schedule.route.send_counts[-1] < _LEAST_BYTES
+        or work.engine.name not in ("triton", "torch")
+    ):
+        return [_ALL]
+    half, group = (kv_heads + 1) // 2, q.shape[2] // kv_heads
+    return [
+        _Heads(slice(begin * group, end * group), slice(begin, end)) for begin, end in ((0, half), (half, kv_heads))
+    ]
 
 
 class RingAttention(torch.autograd.Function):
@@ -166,5 +215,4 @@ class RingAttention(torch.autograd.Function):
         """Run the adjoint."""
         q, k, v, out, lse, plan = ctx.saved_tensors
         check_recomputed(plan, ctx.work.plan)
-        dq, dk, dv = ring_backward(q, k, v, out, dout, lse, ctx.work)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return (*ring_backward(q, k, v, out, dout, lse, ctx.work), None)

@@ -101,31 +101,34 @@ def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class PeerSwap:
-    """Send a flat buffer to one rank of a group while receiving one from another, without waiting.
+    """Send tensors to one rank of a group while receiving others from another, without waiting.
 
     Args:
-        send: [n], any dtype; not to be written to before `wait`.
-        receive_size: elements that come in.
+        send: tensors of one dtype; not to be written to before `wait`. Contiguous ones go out as they lie.
+        shapes: of the tensors that come in; on both ends as many as are sent.
         group: ranks in a circle; all of them make the same swaps in the same order.
-        shift: the buffer goes to the rank `shift` places on, and one comes from the rank as many places back.
+        shift: tensors go to the rank `shift` places on, and come from the rank as many places back.
     """
 
-    def __init__(self, send: Tensor, receive_size: int, group: dist.ProcessGroup, shift: int) -> None:
-        self._send = send.contiguous()
-        self._received = send.new_empty(receive_size)
+    def __init__(
+        self, send: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup, shift: int
+    ) -> None:
+        self._send = [x.contiguous() for x in send]
+        self._received = [send[0].new_empty(tuple(shape)) for shape in shapes]
         ranks = members(group)
         me = dist.get_rank(group)
         target, source = ranks[(me + shift) % len(ranks)], ranks[(me - shift) % len(ranks)]
-        ops = []
         # Both ends know both sizes, so an empty message is left out on both sides.
-        if self._send.numel():
-            ops.append(dist.P2POp(dist.isend, self._send, target, group=group))
-        if receive_size:
-            ops.append(dist.P2POp(dist.irecv, self._received, source, group=group))
+        ops = [
+            dist.P2POp(move, x, peer, group=group, tag=tag)
+            for move, tensors, peer in ((dist.isend, self._send, target), (dist.irecv, self._received, source))
+            for tag, x in enumerate(tensors)
+            if x.numel()
+        ]
         self._work = dist.batch_isend_irecv(ops) if ops else []
 
-    def wait(self) -> Tensor:
-        """The received buffer, once it has arrived and the sent one may be reused."""
+    def wait(self) -> list[Tensor]:
+        """The received tensors, once they have arrived and those sent may be reused."""
         for work in self._work:
             work.wait()
         return self._received

@@ -43,7 +43,9 @@ def _plan_of(what: nn.Module | Parallelized | DspSession | StagePlan) -> StagePl
         return what
     if isinstance(what, nn.Module):
         handle = installed(what)
-        session = getattr(getattr(what, BEGIN, None), "session", None) if handle is None else handle.session
+        # A traced model, or one that is written for several ranks.
+        owner = getattr(what, BEGIN, what) if handle is None else handle
+        session = getattr(owner, "session", None)
         if not isinstance(session, DspSession):
             raise ValueError("dsp.explain: the model is not parallelized: call dsp.parallelize or dsp.trace first")
     else:

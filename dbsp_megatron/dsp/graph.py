@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from dbsp_megatron.dsp.entrywise import is_entrywise
-from dbsp_megatron.dsp.hooks import grid_lengths
+from dbsp_megatron.dsp.hooks import begin_pass, grid_lengths
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.patterns import Pattern, parse
 from dbsp_megatron.dsp.run import DspRun
@@ -37,7 +37,7 @@ class DspBegin(nn.Module):
 
     def forward(self, x: Tensor) -> DspRun:
         """Begin."""
-        return self.session.run(grid_lengths(x, self.pattern, self.session.grid))
+        return begin_pass(self.session, x, self.pattern)
 
 
 def dsp_enter(run: DspRun, x: Tensor, pattern: str) -> Tensor:

@@ -95,6 +95,13 @@ class Parallelized:
 
     def _install(self, module: nn.Module, boundary: Boundary, hook: Callable[[Boundary, Tensor], Tensor]) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            try:
+                _argument(args, kwargs, boundary.arg)
+            except ValueError as error:
+                if self._run is None and not in_backward():
+                    # Other ranks are about to begin a pass, and must hear of it.
+                    self.session.run({}, problem=str(error))
+                raise
             return _replace_arg(args, kwargs, boundary.arg, lambda x: hook(boundary, x))
 
         def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -112,7 +119,7 @@ class Parallelized:
 
     def _enter(self, boundary: Boundary, x: Tensor) -> Tensor:
         if self._run is None and not in_backward():
-            self._run = self.session.run(grid_lengths(x, boundary.tensor, self.session.grid))
+            self._run = begin_pass(self.session, x, boundary.tensor)
         return self.run.enter(x, boundary.tensor, grad=boundary.grad)
 
     def _leave(self, boundary: Boundary, x: Tensor) -> Tensor:
@@ -226,6 +233,19 @@ def grid_lengths(x: Tensor, pattern: str, grid: Sequence[str]) -> dict[str, int]
     if x.dim() != len(groups):
         raise ValueError(f"dsp: entry {pattern!r} names {len(groups)} dims, got {list(x.shape)}: name each dim")
     return {name: int(x.shape[groups.index((name,))]) for name in grid}
+
+
+def begin_pass(session: DspSession, x: Tensor, pattern: str) -> DspRun:
+    """Begin a pass with the lengths of a whole tensor.
+
+    Raises:
+        ValueError: on every rank: its pattern does not fit on one of them, or ranks differ.
+    """
+    try:
+        lengths = grid_lengths(x, pattern, session.grid)
+    except ValueError as error:
+        return session.run({}, problem=str(error))
+    return session.run(lengths, facts={"dtype": x.dtype})
 
 
 def dry_run(

@@ -267,8 +267,8 @@ def agreed(
         layout = digest_int(after.layout.key_for(group.axis), *rest)
         shown = f"{after.layout} after it, {', '.join(map(str, rest))}"
         dtype, needs_grad = str(x.dtype).removeprefix("torch."), x.requires_grad and torch.is_grad_enabled()
-    except ValueError as error:
-        problem = str(error)
+    except Exception as error:  # Of any kind: the other ranks must hear of it before they wait for this one.
+        problem = str(error) if isinstance(error, ValueError) else f"{where}: {type(error).__name__}: {error}"
     beliefs = {
         "layout": Belief(
             layout, lambda: shown, "call it with parts of one tensor, the same dims and the same kind of gradient"

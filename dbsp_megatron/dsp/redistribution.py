@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.dsp.group import DspGroup
 from dbsp_megatron.dsp.layout import Coords, Layout
+from dbsp_megatron.dsp.primitives import grad_belief
 
 Box = tuple[tuple[int, int], ...]
 """(first entry, entries) on every dim."""
@@ -103,8 +105,21 @@ def redistribute(x: Tensor, before: Layout, after: Layout, group: DspGroup, coor
                 f"dsp.redistribute: layout {layout} leaves copies on some of {group.size} ranks, expected axes of "
                 f"{group.size} ranks in all: use split and gather for such tensors"
             )
+    if not problem and len(coords) != group.size:
+        problem = (
+            f"dsp.redistribute: coords must be of all {group.size} ranks, got {len(coords)}: name each rank's place"
+        )
     if not problem and tuple(x.shape) != (wanted := before.local_shape(coords[group.rank])):
         problem = f"dsp.redistribute: layout {before} gives this rank {list(wanted)}, got {list(x.shape)}"
-    group.agree("dsp.redistribute", problem, {})
-    boxes = [tuple(box(layout, place) for place in coords) for layout in (before, after)]
+    # By what ranks hold, as names of axes may differ between them.
+    boxes = [] if problem else [tuple(box(layout, place) for place in coords) for layout in (before, after)]
+    dtype = str(x.dtype)
+    beliefs = {
+        "the layouts": Belief(
+            digest_int(boxes), lambda: f"{before} to {after}", "pass the same layouts and coords to all ranks"
+        ),
+        "dtype": Belief(digest_int(dtype), lambda: dtype, "convert x to one dtype on all ranks"),
+        "requires_grad": grad_belief(x.requires_grad and torch.is_grad_enabled()),
+    }
+    group.agree("dsp.redistribute", problem, beliefs)
     return cast(Tensor, _Redistribute.apply(x, _Route(group, boxes[0], boxes[1])))

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.compat import in_backward
 from dbsp_megatron.dsp.exchange import Move
 from dbsp_megatron.dsp.functions import Gather, GatherCopies, Split, Switch
+from dbsp_megatron.dsp.group import DspGroup
 from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.patterns import Pattern, parse
 from dbsp_megatron.dsp.planner import all_layouts, cheapest_moves, fits_stage
@@ -20,6 +22,7 @@ from dbsp_megatron.dsp.primitives import GradKind, check_grad_kind
 from dbsp_megatron.dsp.stages import Stage, StagePlan, follow
 from dbsp_megatron.dsp.tags import tag, tag_of
 from dbsp_megatron.dsp.unit_attention import attend_over
+from dbsp_megatron.dsp.unit_plan import UnitPlan, UnitShape, mask_key, plans
 
 if TYPE_CHECKING:
     from dbsp_megatron.dsp.session import DspSession
@@ -46,6 +49,7 @@ class DspRun:
         self._open = True
         self._entered: dict[str, tuple[Layout, Layout]] = {}
         self._recorded: list[Stage] = []
+        self._unit_plans: dict[tuple[object, ...], UnitPlan] = {}
 
     def __enter__(self) -> DspRun:
         return self
@@ -66,18 +70,38 @@ class DspRun:
         """Stages that were entered, in order."""
         return list(self._entered)
 
+    @torch.compiler.disable
     def same_layouts(self, stages: Sequence[str]) -> bool:
         """Whether some stages that were entered had the same layouts."""
         return len({self._entered[name] for name in stages}) == 1
 
+    @torch.compiler.disable
     def local(self, name: str, stage: str | None = None) -> int:
         """Length of a grid dim on this rank, as the stream is cut now, or in a stage that was entered."""
         return len(self.positions(name, stage))
 
+    @torch.compiler.disable
     def positions(self, name: str, stage: str | None = None) -> range:
         """Entries of a grid dim on this rank, counted in the whole: for RoPE, position embeddings and masks."""
         return self._positions(name, self.layout if stage is None else self._entered[stage][1])
 
+    @torch.compiler.disable
+    def cut_of(self, name: str, stage: str) -> tuple[DspGroup, tuple[int, ...]]:
+        """The ranks that cut a grid dim in a stage whose attention over it is in units, and its length on each.
+
+        Raises:
+            ValueError: the dim is whole there, or cut by several axes.
+        """
+        layout, dim = self._entered[stage][1], self._session.grid.index(name)
+        cutting = [axis for axis in layout.shards[dim] if axis.size > 1]
+        if len(cutting) != 1:
+            raise ValueError(
+                f"dsp: {name!r} is cut by {len(cutting)} axes in stage {stage!r}, expected 1: see the plan"
+            )
+        mesh = self._session.mesh
+        return mesh.groups[cutting[0].name], layout.pieces(dim, cutting[0], mesh.coords)
+
+    @torch.compiler.disable
     def enter(self, x: Tensor, pattern: str, *, grad: GradKind = "partial") -> Tensor:
         """This rank's part of a tensor that all ranks hold, cut as the stream is now; sends nothing forward.
 
@@ -106,6 +130,7 @@ class DspRun:
         # The whole tensor is not to be kept alive by a view of it.
         return self._tagged(names.close(x).clone(memory_format=torch.contiguous_format), names, self.layout)
 
+    @torch.compiler.disable
     def leave(self, x: Tensor, pattern: str, *, grad: GradKind = "whole", stage: str | None = None) -> Tensor:
         """The whole tensor on every rank; a loss that is computed on shards does not need it.
 
@@ -131,6 +156,7 @@ class DspRun:
                 now = now.gather(axis)
         return names.close(x)
 
+    @torch.compiler.disable
     def home(self, x: Tensor, pattern: str) -> Tensor:
         """The stream cut as it entered; for what a model returns, which has fewer channels than the stream.
 
@@ -144,6 +170,7 @@ class DspRun:
         self.layout = self._start
         return x
 
+    @torch.compiler.disable
     def slice(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
         """This rank's part of a side input that all ranks hold (masks, tables, embeddings); its gradient is partial.
 
@@ -174,6 +201,7 @@ class DspRun:
         """
         return self.stage_all(name, (x,), pattern, needs=needs)[0]
 
+    @torch.compiler.disable
     def stage_all(
         self, name: str, xs: Sequence[Tensor], pattern: str, *, needs: Collection[str] | None = None
     ) -> list[Tensor]:
@@ -182,12 +210,14 @@ class DspRun:
         start, target = self._begin(name, xs, names, needs, branch=False)
         return [self._move(x, names, start, target) for x in xs]
 
+    @torch.compiler.disable
     def into(self, name: str, x: Tensor, pattern: str, *, needs: Collection[str] | None = None) -> Tensor:
         """A branch in the layout that its stage computes in; `back` returns what it computes to the stream's."""
         names = parse(pattern)
         start, compute = self._begin(name, (x,), names, needs, branch=True)
         return self._move(x, names, start, compute)
 
+    @torch.compiler.disable
     def back(self, name: str, x: Tensor, pattern: str) -> Tensor:
         """What the stage of a branch computed, in the layout of the stream."""
         start, compute = self._entered[name]
@@ -207,6 +237,7 @@ class DspRun:
         """`function(x)` computed in a layout that fits, input and output in the layout of the stream."""
         return self.back(name, function(self.into(name, x, pattern, needs=needs)), pattern)
 
+    @torch.compiler.disable
     def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, pattern: str, over: str, **options: Any) -> Tensor:
         """Attention of a stage over one grid dim: here if that is whole in its layout, else in (frame, head) units.
 
@@ -217,7 +248,9 @@ class DspRun:
             v: [..., Hkv, Dv].
             pattern: names of their dims, such as "B T S H D".
             over: the attended dim.
-            options: mask, scale, tolerance, block_size and engine of `attend_units`.
+            options: mask, scale, tolerance, block_size and engine of `attend_units`; units of a mask stay where they
+                were in the pass before while that does. `check`: ranks compare their calls first; by default they do
+                where there is a mask, of which the plan of the pass knows nothing.
 
         Returns:
             [..., H, Dv].
@@ -226,9 +259,22 @@ class DspRun:
             raise ValueError(f"dsp: attend of stage {name!r}, which was not entered: call stage() or into() before")
         names, layout = parse(pattern), self._entered[name][1]
         opened = [names.open(x, self._local(layout), f"dsp: attend of {name!r}", self._sizes) for x in (q, k, v)]
-        out = attend_over(opened, names, over, layout, self._session.grid, self._session.mesh, options)
+        session = self._session
+
+        def find(shape: UnitShape, mask: BlockMask, tolerance: float, rank: int, device: torch.device) -> UnitPlan:
+            # A recompute finds the very plan, as other passes may have moved the units since.
+            key = (name, shape, mask_key(mask), tolerance)
+            if key not in self._unit_plans or not in_backward():
+                history = None if mask.made_dense else session.unit_history
+                self._unit_plans[key] = plans.find(shape, mask, tolerance, rank, device, history, name)
+            return self._unit_plans[key]
+
+        if session.check_stages:
+            options = {**options, "check": True}
+        out = attend_over(opened, names, over, layout, session.grid, session.mesh, find, options)
         return self._tagged(names.close(out), names, layout)
 
+    @torch.compiler.disable
     def mark(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
         """Tag what an operation made of the stream (or inside a stage), so that a wrong use is refused; returns it."""
         return self._tagged(x, parse(pattern), self.layout if stage is None else self._entered[stage][1])

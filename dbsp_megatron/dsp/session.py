@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from dbsp_megatron.comm.agree import Belief, digest_int
 from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.planner import cheapest_moves, plan_stages
 from dbsp_megatron.dsp.run import DspRun
 from dbsp_megatron.dsp.stages import Stage, StagePlan, SwitchStep
+from dbsp_megatron.dsp.unit_plan import UnitHistory
 
 _MAX_PLANS = 64
 
@@ -26,6 +29,9 @@ class DspSession:
         stages: what a pass computes, in order; None records them.
         cut: names of the dims that may be cut; all of the grid if None.
         check_stages: let ranks compare name, layout and dtype at every stage, for debugging.
+
+    Attributes:
+        unit_history: where attention in units of a mask was computed last, by stage.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class DspSession:
         self.cut = self.grid if cut is None else tuple(cut)
         self.stages = None if stages is None else tuple(stages)
         self._plans: OrderedDict[tuple[int, ...], StagePlan] = OrderedDict()
+        self.unit_history: UnitHistory = OrderedDict()
         self._moves: dict[tuple[Layout, Layout], tuple[SwitchStep, ...]] = {}
 
     @property
@@ -53,6 +60,7 @@ class DspSession:
         """The plan that was asked for last; None before the first one."""
         return next(reversed(self._plans.values()), None)
 
+    @torch.compiler.disable
     def plan(self, lengths: Mapping[str, int]) -> StagePlan | None:
         """The plan for these whole lengths of the grid; None before stages are known.
 
@@ -89,8 +97,14 @@ class DspSession:
         self.stages = None
         self._plans.clear()
 
+    @torch.compiler.disable
     def run(
-        self, lengths: Mapping[str, int], sizes: Mapping[str, int] | None = None, *, problem: str | None = None
+        self,
+        lengths: Mapping[str, int],
+        sizes: Mapping[str, int] | None = None,
+        *,
+        problem: str | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> DspRun:
         """Begin a pass: `with session.run({"T": 16, "S": 1024}) as run:`. One gather of a few host integers.
 
@@ -99,6 +113,7 @@ class DspSession:
             sizes: lengths of other dims that share a dim in a pattern, such as B in "(B T) S C"; those of tensors that
                 enter are known without.
             problem: an error of the caller on this rank, which all ranks raise in place of the pass.
+            facts: what else must be equal on all ranks, such as the dtype, as values that print alike.
 
         Raises:
             ValueError: on every rank: lengths or stages do not fit, a rank has a problem, or ranks differ.
@@ -106,6 +121,8 @@ class DspSession:
         plan = None
         if problem is None and set(lengths) != set(self.grid):
             problem = f"dsp: lengths must name the grid {list(self.grid)}, got {dict(lengths)}: name each dim"
+        elif problem is None and not all(type(length) is int and length >= 0 for length in lengths.values()):
+            problem = f"dsp: lengths must be integers >= 0, got {dict(lengths)}: pass those of the whole"
         elif problem is None:
             try:
                 plan = self.plan(lengths)
@@ -121,5 +138,12 @@ class DspSession:
                 "declare the same stages on all ranks, or call session.forget() on all of them",
             ),
         }
+        # Of all devices: ranks that compute in other dtypes would send other sizes.
+        casts = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        known = {"gradients": torch.is_grad_enabled(), "autocast": casts, **(facts or {})}
+        told = ", ".join(f"{name}: {value}" for name, value in known.items())
+        beliefs["the call"] = Belief(
+            digest_int(told), lambda: told, "call the model with the same options on all ranks"
+        )
         self.mesh.agree("dsp: begin of a pass", problem, beliefs)
         return DspRun(self, plan, {name: lengths[name] for name in self.grid}, dict(sizes or {}))

@@ -10,13 +10,14 @@ balanced by dense blocks, in place of whole entries or whole heads, and cut at q
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dbsp_megatron.attention.api import block_sparse_attention, check_qkv, softmax_scale
+from dbsp_megatron.attention.dense import dense_attention
 from dbsp_megatron.attention.engines import check_engine
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.comm.agree import Belief, digest_int
@@ -63,7 +64,7 @@ def attend_units(
         scale: softmax scale, default D ** -0.5.
         tolerance: units are cut only if ranks else have more than this above the mean, as a fraction.
         block_size: tokens of the blocks at which units may be cut where there is no mask.
-        engine: as in `block_sparse_attention`.
+        engine: as in `block_sparse_attention`; "auto" without a mask is PyTorch's own attention.
 
     Returns:
         [..., H, Dv], cut as q is, tagged, with memory of its own. Gradients are exact; they are not scaled.
@@ -71,7 +72,27 @@ def attend_units(
     Raises:
         ValueError: on every rank: tensors, mask or layout do not fit, or ranks disagree.
     """
-    where = as_dsp_group(group)
+    options = {"mask": mask, "scale": scale, "tolerance": tolerance, "block_size": block_size, "engine": engine}
+    return _in_units((q, k, v), as_dsp_group(group), dim, cut_dim, length, plans.find, **options)  # type: ignore[arg-type]
+
+
+def _in_units(
+    qkv: Sequence[Tensor],
+    where: DspGroup,
+    dim: int,
+    cut_dim: int | None,
+    length: int | None,
+    find: Callable[..., UnitPlan],
+    *,
+    check: bool = True,
+    mask: BlockMask | None = None,
+    scale: float | None = None,
+    tolerance: float = 0.1,
+    block_size: int = 64,
+    engine: str = "auto",
+) -> Tensor:
+    """`attend_units` with a plan of the caller's; `check=False` where ranks are known to do the same."""
+    q, k, v = qkv
 
     def prepare() -> tuple[Tag, UnitShape, BlockMask, float]:
         check_engine(engine)
@@ -106,13 +127,15 @@ def attend_units(
             "requires_grad": grad_belief(torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))),
         }
 
-    before, shape, pattern, factor = agreed(
-        where, _WHERE, q, prepare, lambda found: (found[0], "attention over", found[1].dim), beliefs
-    )
-    plan = plans.find(shape, pattern, float(tolerance), where.rank, q.device)
+    if check:
+        found = agreed(where, _WHERE, q, prepare, lambda found: (found[0], "attention over", found[1].dim), beliefs)
+    else:
+        found = prepare()
+    before, shape, pattern, factor = found
+    plan = find(shape, pattern, float(tolerance), where.rank, q.device)
     flat = [x.reshape(-1, x.shape[-1]) for x in (q, k, v)]
-    out = _attend(plan, shape, carry(plan.into, where, True, *flat), factor, engine)
-    (home,) = carry(plan.back, where, False, out)
+    out = _attend(plan, shape, carry(plan.routes.into, where, True, *flat), factor, engine)
+    (home,) = carry(plan.routes.back, where, False, out)
     home = home.view(*q.shape[:-1], shape.head_dim_v)
     layout = before.layout
     if home.shape[-1] != q.shape[-1]:
@@ -127,9 +150,12 @@ def attend_over(
     on_grid: Layout,
     grid: tuple[str, ...],
     mesh: DspMesh,
+    find: Callable[..., UnitPlan],
     options: Mapping[str, Any],
 ) -> Tensor:
     """`DspRun.attend` of opened tensors: attention over a grid dim, in units if it is cut.
+
+    Ranks compare masks; what else they do is what the plan of the pass says, on which they agreed.
 
     Args:
         qkv: q, k, v, one dim for each name.
@@ -138,7 +164,8 @@ def attend_over(
         on_grid: how they are cut.
         grid: names of the grid.
         mesh: the axes.
-        options: of `attend_units`.
+        find: as `plans.find`.
+        options: of `attend_units`, and `check`, whether ranks compare their calls: if there is a mask, by default.
 
     Raises:
         ValueError: the pattern lacks the dim or ends with dims of the grid, or `attend_units` refuses the call.
@@ -154,9 +181,11 @@ def attend_over(
     layouts = [pattern.layout(tuple(x.shape), grid, on_grid) for x in qkv]
     # Objects of their own, as tensors of the caller may have tags that say the same with other words.
     parts = [tag(x.view_as(x), layout, mesh.coords) for x, layout in zip(qkv, layouts, strict=True)]
+    given = dict(options)
+    check = given.pop("check", given.get("mask") is not None)
     if cutting:
-        return attend_units(*parts, mesh.groups[cutting[-1].name], dim, **options)
-    return _attend_here(parts, dim, layouts[0], mesh.coords, **options)
+        return _in_units(parts, mesh.groups[cutting[-1].name], dim, None, None, find, check=check, **given)
+    return _attend_here(parts, dim, layouts[0], mesh.coords, **given)
 
 
 def _attend_here(
@@ -177,6 +206,8 @@ def _attend_here(
     heads, places = q.shape[-2], q.shape[dim]
     lengths = layout.shape[:-2]
     whole = UnitShape(lengths, dim, dim, (places,), heads, k.shape[-2], q.shape[-1], v.shape[-1])
+    check_engine(engine)
+    factor = softmax_scale(scale, q.shape[-1])
     if mask is None:
         mask = BlockMask.dense(heads, places, block_size_q=block_size, block_size_k=block_size, device=q.device)
     _check_mask(mask, whole)
@@ -192,8 +223,17 @@ def _attend_here(
         mask = BlockMask(blocks.flatten(0, len(here) - 1), mask.block_size_q, mask.block_size_k, places, places)
     moved = [x.movedim(dim, -3) for x in qkv]
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in moved)
-    out = cast(Tensor, block_sparse_attention(query, key, value, mask, scale, return_lse=False, engine=engine))
-    return out.view(*moved[0].shape[:-1], -1).movedim(-3, dim)
+    out = _attention(query, key, value, mask, factor, engine)
+    return out.reshape(*moved[0].shape[:-1], -1).movedim(-3, dim)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, engine: str) -> Tensor:
+    """[B, S, H, D] attention: by PyTorch's own kernels where everything is attended to and no engine is named."""
+    if mask.made_dense and engine == "auto":
+        # In the dtype that was exchanged, and is on the way back: a rank without units casts nothing.
+        with torch.autocast(q.device.type, enabled=False):
+            return dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale).transpose(1, 2)
+    return cast(Tensor, block_sparse_attention(q, k, v, mask, scale, return_lse=False, engine=engine))
 
 
 def unit_plan_of(
@@ -276,7 +316,7 @@ def _check_mask(mask: BlockMask, shape: UnitShape) -> None:
 def _attend(plan: UnitPlan, shape: UnitShape, qkv: tuple[Tensor, ...], scale: float, engine: str) -> Tensor:
     """Outputs [rows, Dv] of this rank's units from rows of q, k and v."""
     q = qkv[0]
-    k, v = (x.view(plan.num_kv_units, shape.num_places, x.shape[-1]) for x in qkv[1:])
+    k, v = (x.view(plan.routes.num_kv_units, shape.num_places, x.shape[-1]) for x in qkv[1:])
     outs, row = [], 0
     for call, mask, which in plan.calls:
         num, length = len(call.units), mask.seqlen_q
@@ -285,10 +325,8 @@ def _attend(plan: UnitPlan, shape: UnitShape, qkv: tuple[Tensor, ...], scale: fl
         key, value = k, v
         if which is not None:
             key, value = k.index_select(0, which), v.index_select(0, which)
-        out = block_sparse_attention(
-            query, key[None].transpose(1, 2), value[None].transpose(1, 2), mask, scale, return_lse=False, engine=engine
-        )
-        outs.append(cast(Tensor, out).transpose(1, 2).reshape(num * length, shape.head_dim_v))
+        out = _attention(query, key[None].transpose(1, 2), value[None].transpose(1, 2), mask, scale, engine)
+        outs.append(out.transpose(1, 2).reshape(num * length, shape.head_dim_v))
         row += num * length
     if not outs:
         # Nothing to compute, but a part of the graph: the backward pass is collective.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +16,14 @@ from dbsp_megatron.dsp.unit_exchange import DeviceRoute
 from dbsp_megatron.dsp.unit_index import Call, Runs, Share, UnitHomes, make_route
 from dbsp_megatron.plan.integers import IntArray
 from dbsp_megatron.plan.items import RANK
-from dbsp_megatron.plan.unit_balance import plan_units, unit_loads, utilisation
+from dbsp_megatron.plan.unit_balance import plan_units, replan_units, unit_loads, utilisation
 
 _MAX_PLANS = 32
+_MAX_SITES = 1024
+_T = TypeVar("_T")
+
+UnitHistory = OrderedDict[tuple[object, ...], IntArray]
+"""Items of the last division by size and place in a model."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +58,28 @@ class UnitShape:
         return int(np.prod(self.lengths)) // self.num_places
 
 
-class UnitPlan:
-    """One division of the units of an attention, on this rank.
+class UnitRoutes:
+    """The exchanges of one division of units on this rank, whatever their masks are.
 
     Args:
-        shape: its sizes.
-        mask: the pattern over the attended dim, heads of `shape.heads`; dense for none.
-        tolerance: see `plan_units`.
+        shape: sizes of the attention.
+        items: int64 [n, 4], see `plan_units`.
+        block_size: tokens of a q-block.
         rank: this rank; ranks are as many as `shape.pieces`.
         device: of q, k, v.
 
     Attributes:
-        shape: as given.
-        items: int64 [n, 4], see `plan_units`.
-        loads: int64 [ranks], dense blocks of each rank.
-        calls: what this rank computes, each with its mask and the numbers of its kv units (None: all here).
+        into: rows of q, k and v from homes to units.
+        back: rows of outputs.
+        calls: what this rank computes, each with the numbers of its kv units (None: all here).
         num_kv_units: units of K and V here.
     """
 
-    def __init__(self, shape: UnitShape, mask: BlockMask, tolerance: float, rank: int, device: torch.device) -> None:
-        self.shape, size = shape, len(shape.pieces)
+    def __init__(self, shape: UnitShape, items: IntArray, block_size: int, rank: int, device: torch.device) -> None:
         ratio = shape.heads // shape.kv_heads
-        cost = unit_row_cost(mask, shape.num_frames)
-        self.items = plan_units(cost, size, num_kv_units=shape.num_frames * shape.kv_heads, tolerance=tolerance)
-        self.loads = unit_loads(self.items, cost, size)
-        shares = [Share.of(self.items[self.items[:, RANK] == each], ratio) for each in range(size)]
+        shares = [Share.of(items[items[:, RANK] == each], ratio) for each in range(len(shape.pieces))]
         homes = UnitHomes.of(shape.lengths, shape.dim, shape.cut_dim, shape.pieces, rank)
-        queries = [Runs.of_queries(share, mask.block_size_q, shape.num_places) for share in shares]
+        queries = [Runs.of_queries(share, block_size, shape.num_places) for share in shares]
         keys = [Runs.of_keys(share, shape.num_places) for share in shares]
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         widths = (shape.head_dim, shape.head_dim, shape.head_dim_v)
@@ -87,13 +89,49 @@ class UnitPlan:
         mine = shares[rank]
         self.num_kv_units = len(mine.kv_units)
         self.calls = [
-            (
-                call,
-                _mask_of(call, mask, shape.heads).to(device),
-                to_device(torch.from_numpy(call.kv), device) if len(call.kv) < self.num_kv_units else None,
-            )
+            (call, to_device(torch.from_numpy(call.kv), device) if len(call.kv) < self.num_kv_units else None)
             for call in mine.calls
         ]
+
+
+class UnitPlan:
+    """One division of the units of an attention, on this rank.
+
+    Args:
+        shape: its sizes.
+        mask: the pattern over the attended dim, heads of `shape.heads`; dense for none.
+        tolerance: see `plan_units`.
+        rank: this rank.
+        device: of q, k, v.
+        kept: items of an earlier mask, taken again where they do; see `replan_units`.
+        routes: makes the exchanges of items, or finds them.
+
+    Attributes:
+        shape: as given.
+        items: int64 [n, 4], see `plan_units`.
+        loads: int64 [ranks], dense blocks of each rank.
+        routes: the exchanges.
+        calls: what this rank computes, each with its mask and the numbers of its kv units (None: all here).
+    """
+
+    def __init__(
+        self,
+        shape: UnitShape,
+        mask: BlockMask,
+        tolerance: float,
+        rank: int,
+        device: torch.device,
+        *,
+        kept: IntArray | None = None,
+        routes: Callable[[UnitShape, IntArray, int, int, torch.device], UnitRoutes] = UnitRoutes,
+    ) -> None:
+        self.shape, size = shape, len(shape.pieces)
+        cost = unit_row_cost(mask, shape.num_frames)
+        how = {"num_kv_units": shape.num_frames * shape.kv_heads, "tolerance": tolerance}
+        self.items = plan_units(cost, size, **how) if kept is None else replan_units(kept, cost, size, **how)  # type: ignore[arg-type]
+        self.loads = unit_loads(self.items, cost, size)
+        self.routes = routes(shape, self.items, mask.block_size_q, rank, device)
+        self.calls = [(call, _mask_of(call, mask, shape.heads).to(device), kv) for call, kv in self.routes.calls]
 
     @property
     def utilisation(self) -> float:
@@ -140,16 +178,60 @@ class _Plans:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[object, ...], UnitPlan] = OrderedDict()
+        self._routes: OrderedDict[tuple[object, ...], UnitRoutes] = OrderedDict()
 
-    def find(self, shape: UnitShape, mask: BlockMask, tolerance: float, rank: int, device: torch.device) -> UnitPlan:
-        """The plan, made if it is not there."""
-        key = (shape, mask_key(mask), tolerance, rank, device)
-        if key not in self._kept:
-            self._kept[key] = UnitPlan(shape, mask, tolerance, rank, device)
-            while len(self._kept) > _MAX_PLANS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+    def find(
+        self,
+        shape: UnitShape,
+        mask: BlockMask,
+        tolerance: float,
+        rank: int,
+        device: torch.device,
+        history: UnitHistory | None = None,
+        site: str = "",
+    ) -> UnitPlan:
+        """The plan, made if it is not there.
+
+        Args:
+            shape: of `UnitPlan`.
+            mask: of `UnitPlan`.
+            tolerance: of `UnitPlan`.
+            rank: of `UnitPlan`.
+            device: of `UnitPlan`.
+            history: divisions of a model, alike on all ranks: the last one of the site is taken again while it does,
+                whatever the masks are. None plans each mask for itself.
+            site: the place in the model that calls.
+        """
+        sizes = (shape, mask.block_size_q, mask.block_size_k, tolerance, rank, device)
+        place = (*sizes, site)
+        kept = None if history is None else history.get(place)
+        key = (*sizes, mask_key(mask), None if kept is None else kept.tobytes())
+        plan = self._kept.get(key)
+        if plan is None:
+            # A later training step could not use tables that are made under inference_mode.
+            with torch.inference_mode(False), torch.no_grad():
+                plan = UnitPlan(shape, mask, tolerance, rank, device, kept=kept, routes=self._find_routes)
+        _remember(self._kept, key, plan, _MAX_PLANS)
+        if history is not None:
+            _remember(history, place, plan.items, _MAX_SITES)
+        return plan
+
+    def _find_routes(
+        self, shape: UnitShape, items: IntArray, block_size: int, rank: int, device: torch.device
+    ) -> UnitRoutes:
+        key = (shape, items.tobytes(), block_size, rank, device)
+        routes = self._routes.get(key)
+        if routes is None:
+            routes = UnitRoutes(shape, items, block_size, rank, device)
+        _remember(self._routes, key, routes, _MAX_PLANS)
+        return routes
+
+
+def _remember(where: OrderedDict[tuple[object, ...], _T], key: tuple[object, ...], value: _T, most: int) -> None:
+    where[key] = value
+    where.move_to_end(key)
+    while len(where) > most:
+        where.popitem(last=False)
 
 
 plans = _Plans()

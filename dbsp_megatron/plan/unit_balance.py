@@ -59,6 +59,32 @@ def plan_units(
     return cut if int(unit_loads(cut, rows, num_ranks).max()) < heaviest else whole
 
 
+def replan_units(
+    kept: IntArray, row_cost: IntArray, num_ranks: int, *, num_kv_units: int | None = None, tolerance: float = 0.1
+) -> IntArray:
+    """The items of an earlier cost where they still do, else new ones: tables of an exchange are dear to make.
+
+    They do while the heaviest rank is within the tolerance, or would not get lighter by more than half of it.
+
+    Args:
+        kept: int64 [n, 4], what `plan_units` or this returned for another cost of as many units and rows.
+        row_cost: as in `plan_units`.
+        num_ranks: as there.
+        num_kv_units: as there.
+        tolerance: as there.
+
+    Returns:
+        `kept` itself, or new items.
+    """
+    loads = unit_loads(kept, row_cost, num_ranks)
+    heaviest, allowed = int(loads.max()), _MILLION + round(tolerance * _MILLION)
+    if heaviest * num_ranks * _MILLION <= int(loads.sum()) * allowed:
+        return kept
+    fresh = plan_units(row_cost, num_ranks, num_kv_units=num_kv_units, tolerance=tolerance)
+    lighter = int(unit_loads(fresh, row_cost, num_ranks).max())
+    return fresh if lighter * (_MILLION + allowed) < heaviest * 2 * _MILLION else kept
+
+
 def unit_loads(items: IntArray, row_cost: IntArray, num_ranks: int) -> IntArray:
     """Cost of what each rank computes.
 

@@ -71,6 +71,8 @@ class LayerRecord:
     forward_kernels: list[Stopwatch] = field(default_factory=list)
     """Calls of the attention engine in forward passes, recompute included."""
     backward_kernels: list[Stopwatch] = field(default_factory=list)
+    backward_calls: float = 0.0
+    """Those of parts of the heads count as parts of one."""
     """The same in backward passes."""
     plan: PartitionPlan | None = None
     """Of the last call."""

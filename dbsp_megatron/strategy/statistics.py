@@ -152,6 +152,6 @@ def _flops(record: LayerRecord, dense_blocks: int) -> float:
     tokens = _tokens_of_a_block(shape.seqlen, plan.num_q_blocks) * _tokens_of_a_block(shape.seqlen, plan.num_kv_blocks)
     forward = 2 * (shape.head_dim + shape.head_dim_v)
     backward = 2 * (3 * shape.head_dim + 2 * shape.head_dim_v)
-    backward_share = len(record.backward_kernels) / len(record.forward_kernels)
+    backward_share = record.backward_calls / len(record.forward_kernels)
     pairs = dense_blocks * tokens * record.samples_per_mask * len(record.watches)
     return pairs * (forward + backward * backward_share)

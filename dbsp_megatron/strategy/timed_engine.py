@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dbsp_megatron.attention.engines import AttentionClass, Engine
+from dbsp_megatron.attention.engines import AttentionClass, BlockPattern, Engine
 from dbsp_megatron.strategy.records import LayerRecord, StepRecords, Stopwatch
 
 
@@ -43,10 +43,14 @@ class TimedEngine:
         self._record.forward_kernels.append(watch.stop())
         return result
 
-    def backward(self, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, pattern: BlockPattern,
+        scale: float, **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As the engine."""
         watch = Stopwatch(q.device)
-        result = self._engine.backward(q, *args, **options)
+        result = self._engine.backward(q, k, v, dout, lse, delta, pattern, scale, **options)
         if self._record is not None:
             self._record.backward_kernels.append(watch.stop())
+            self._record.backward_calls += pattern.share
         return result

@@ -13,8 +13,8 @@ the next k-block from a counter, in launch order. Its warps:
 
 | k-block, head dim | consumers | registers | CTAs a multiprocessor | stages | dQ to its sums |
 |---|---|---|---|---|---|
-| 128, 96 or 128 | two with 64 keys each; each computes half the columns of dQ | 240 | 1 | 3 | TMA |
-| 128, 64 | one with two tiles of 64 keys, one after the other; one dQ of both | 232 | 2 | 2 | TMA |
+| 128, more than 64 | two with 64 keys each; each computes half the columns of dQ | 240 | 1 | 3 | TMA |
+| 128, up to 64 | one with two tiles of 64 keys, one after the other; one dQ of both | 232 | 2 | 2 | TMA |
 | 64, any | one | 232 | 2 | 2 | `red` from registers |
 
 dS^T is written by the threads and read by wgmma, so each thread fences its writes for the asynchronous proxy before a
@@ -29,7 +29,8 @@ are deterministic.
 Launch grid: as many programs as run at once, more inside `giving_way`. Tiles: B * Hkv * Nk in the order of
 `BlockLists.t_order` (of its sums over query heads for grouped ones).
 Shared memory: K and V, the stages, dS^T (twice for two warpgroups, which are a step apart), dQ for TMA; see
-`test_hopper_compile.py` for bytes. D = 96 runs as 128 with zeros.
+`test_hopper_compile.py` for bytes. Head dims up to 64 and up to 128 run as these, with
+zeros.
 """
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.
@@ -443,7 +444,7 @@ def hopper_backward(
     Raises:
         ValueError: the call is not one that `supports` accepts, shapes do not fit, or the lists have no transpose.
 
-    Memory: the results, dq once more (D 96 as 128), two fp32 numbers a query row.
+    Memory: the results, dq once more (with 64 or 128 columns), two fp32 numbers a query row.
     """
     check_call(supports(q, k, v, block_size_q, block_size_k, scale=scale, deterministic=deterministic))
     batch, seqlen_q, num_heads, head_dim = q.shape

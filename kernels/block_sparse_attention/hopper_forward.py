@@ -15,8 +15,8 @@ short or repeated, so only the first, peeled step masks.
 Launch grid: as many programs as run at once, more inside `giving_way`. Tiles: B * H * Nq in the order of
 `BlockLists.order`, repeated over heads or batch of shared lists.
 Shared memory: stages of 64 * D * 2 bytes of Q for each consumer (O leaves through them) and the slots of 128 * D * 2
-bytes, in all 224 KiB (q-block 128) or 112 KiB (64) at D = 128, 160 and 104 KiB at D = 64. D = 96 runs as 128, padded
-with zeros.
+bytes, in all 224 KiB (q-block 128) or 112 KiB (64) at D = 128, 160 and 104 KiB at D = 64. Head dims up to
+64 and up to 128 run as these, padded with zeros.
 """
 
 # ruff: noqa: RUF059 - warps get their arguments in a few tuples, and each unpacks more of them than it reads.

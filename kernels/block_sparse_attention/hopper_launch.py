@@ -14,7 +14,8 @@ from .lists import BlockLists, launch_order
 
 LOG2E = 1.4426950408889634
 _BLOCK_SIZES = (64, 128)
-_HEAD_DIMS = (64, 96, 128)
+_HEAD_DIM_STEP, _MAX_HEAD_DIM = 8, 128
+"""Rows of a head are read 16 bytes at a time, into tiles of 64 or 128 columns; what a head lacks of them reads as 0."""
 _CAPABILITY = (9, 0)
 
 
@@ -23,7 +24,7 @@ class KernelConfig:
     """Launch constants of one kernel."""
 
     dim: int
-    """Columns of a tile in shared memory: the head dim, rounded up to a power of two."""
+    """Columns of a tile in shared memory: the head dim, rounded up to 64 or 128."""
     num_consumers: int
     """Consumer warpgroups, each with 64 rows of the tile; one of the backward pass may have two tiles of 64 keys."""
     blocks_per_tile: int
@@ -38,8 +39,8 @@ class KernelConfig:
 
 @cache
 def forward_config(head_dim: int, block_size_q: int, block_size_k: int) -> KernelConfig:
-    """Constants of the forward kernel; all combinations of blocks of 64 and 128, and of `_HEAD_DIMS`."""
-    dim = 64 if head_dim == 64 else 128
+    """Constants of the forward kernel; all combinations of blocks of 64 and 128, and of head dims."""
+    dim = 64 if head_dim <= 64 else 128
     wide = block_size_q == 128
     slots = 5 if wide else 3
     return KernelConfig(
@@ -56,7 +57,7 @@ def forward_config(head_dim: int, block_size_q: int, block_size_k: int) -> Kerne
 @cache
 def backward_config(head_dim: int, block_size_q: int, block_size_k: int) -> KernelConfig:
     """Constants of the backward kernel, for the same combinations."""
-    dim = 64 if head_dim == 64 else 128
+    dim = 64 if head_dim <= 64 else 128
     # One warpgroup holds dK and dV of 128 keys in registers at head dim 64, and of 64 keys beyond.
     pair = block_size_k == 128 and dim == 128
     return KernelConfig(
@@ -127,8 +128,10 @@ def supports(
         return reason
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not all bfloat16 or all float16"
-    if q.shape[3] not in _HEAD_DIMS or k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
-        return f"head dims {q.shape[3]}, {k.shape[3]}, {v.shape[3]} are not all one of {_HEAD_DIMS}"
+    if k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
+        return f"head dims {q.shape[3]}, {k.shape[3]}, {v.shape[3]} differ"
+    if q.shape[3] % _HEAD_DIM_STEP or not 0 < q.shape[3] <= _MAX_HEAD_DIM:
+        return f"head dim {q.shape[3]} is no multiple of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}"
     if block_size_q not in _BLOCK_SIZES or block_size_k not in _BLOCK_SIZES:
         return f"blocks of {block_size_q} x {block_size_k} tokens are not of {_BLOCK_SIZES} each"
     # The kernels take the maximum of a row before they scale it.

@@ -424,7 +424,7 @@ def portable_backward(
     `lse` may come from more keys than `k` holds (ring steps): each part then yields its share of the gradients.
 
     Args:
-        q: fp16, bf16 or fp32 [B, Sq, H, D], any strides with the last one 1; D a multiple of 16 up to 256.
+        q: fp16, bf16 or fp32 [B, Sq, H, D], any strides with the last one 1; D a multiple of 8 up to 256.
         k: [B, Sk, Hkv, D] of the same dtype.
         v: [B, Sk, Hkv, D] of the same dtype.
         dout: gradient of out, [B, Sq, H, D] of the same dtype.

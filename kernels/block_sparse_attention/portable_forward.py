@@ -217,7 +217,7 @@ def portable_forward(
     """Softmax attention over the token pairs of dense blocks, or its continuation over one more shard of K/V.
 
     Args:
-        q: fp16, bf16 or fp32 [B, Sq, H, D], any strides with the last one 1; D a multiple of 16 up to 256.
+        q: fp16, bf16 or fp32 [B, Sq, H, D], any strides with the last one 1; D a multiple of 8 up to 256.
         k: [B, Sk, Hkv, D] of the same dtype.
         v: [B, Sk, Hkv, D] of the same dtype.
         lists: lists of the mask [B or 1, H or 1, Nq, Nk].

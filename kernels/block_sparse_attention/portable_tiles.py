@@ -156,8 +156,8 @@ def geometry(
             f"k and v must be {q.dtype} [{batch}, Sk, Hkv, {head_dim}] like q, got {k.dtype} {list(k.shape)} and "
             f"{v.dtype} {list(v.shape)}: pass equal dtypes and head dims"
         )
-    if head_dim % 16 or head_dim > 256:
-        raise ValueError(f"head dim must be a multiple of 16 up to 256, got {head_dim}: use engine='torch'")
+    if head_dim % 8 or not 0 < head_dim <= 256:
+        raise ValueError(f"head dim must be a multiple of 8 up to 256, got {head_dim}: use engine='torch'")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(3) != 1 and x.numel():
             raise ValueError(f"{name} must have stride 1 in its last dim, got {x.stride()}: call .contiguous()")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dbsp_megatron.dsp import DspMesh
+from dbsp_megatron.dsp import DspMesh, StagePlan, unit_plan_of
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.dit import load_model_config
 from tests.unit.models.cores import gradients, randomize
@@ -86,3 +87,47 @@ def reference(
 def part(model: AxialDiT, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of this rank."""
     return given | {"video_tokens": given["video_tokens"][:, model.local_positions(given["grid"])]}
+
+
+def sent_numbers(plan: StagePlan, config: AxialConfig, batch: int, rank: int) -> int:
+    """Numbers that a rank sends forward and backward: switches, q, k, v to units and outputs back, the prediction home.
+
+    Of dense attention on one mesh axis, from lengths alone.
+    """
+    dims, (axis,) = plan.grid, [link.axis for link in plan.links]
+    coords = {axis.name: rank}
+    total = 0
+    for _, move, layout, _ in plan.switches():
+        back = (move.apply(layout), dataclasses.replace(move, from_dim=move.to_dim, to_dim=move.from_dim))
+        total += (move.sent(layout, coords) + back[1].sent(back[0], coords)) * config.hidden_size * batch
+    if plan.start != plan.end:
+        (source,), (target,) = ([at for at, axes in enumerate(x.shards) if axes] for x in (plan.end, plan.start))
+        kept, cut = plan.start.bounds(target, coords)[1], plan.end.bounds(source, coords)[1]
+        there = (plan.shape[target] - kept) * cut + (plan.shape[source] - cut) * kept
+        rest = math.prod(plan.shape) // (plan.shape[target] * plan.shape[source])
+        total += there * rest * config.patch_out_dim * batch
+    for step in plan.steps:
+        if step.in_units:
+            (dim,) = step.stage.needs
+            total += _unit_numbers(plan, config, batch, rank, dims.index(dim))
+    return total
+
+
+def _unit_numbers(plan: StagePlan, config: AxialConfig, batch: int, rank: int, dim: int) -> int:
+    """Entries of q, k, v and output that a rank sends, forward and backward, unit by unit."""
+    num_ranks = plan.links[0].axis.size
+    others = [length for at, length in enumerate(plan.shape) if at != dim]
+    length, heads, kv_heads, width = plan.shape[dim], config.num_heads, config.kv_heads, config.heads_dim
+    unit_plan = unit_plan_of((length, *others, batch), 0, num_ranks, heads, kv_heads=kv_heads)
+    here = length // num_ranks + (rank < length % num_ranks)
+    sent, keys = 0, set()
+    for unit, begin, end, owner in unit_plan.items.tolist():
+        rows = min(64 * end, length) - 64 * begin
+        assert rows == length, "short sequences are one block"
+        # q there and dout; out back and dq.
+        sent += 2 * (here if owner != rank else rows - here) * width
+        keys.add((unit * kv_heads // heads, owner))
+    for _, owner in keys:
+        # k and v there; their gradients back.
+        sent += 2 * (here if owner != rank else length - here) * width
+    return sent

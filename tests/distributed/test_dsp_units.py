@@ -223,6 +223,31 @@ def _uses(rank: int, world_size: int) -> None:
     assert torch.equal(attend_units(*parts[:3], group, 2, mask=mask), second)
 
 
+def _modes(rank: int, world_size: int) -> None:
+    group = DspGroup(dist.group.WORLD, "dsp")
+    # Tables and masks of a plan that is made under inference_mode serve training; some ranks have a part of k and v.
+    case = Case((1, 5, 3), 1, 1, 6, 3, (4, 4), "frames", 1, 0.0)
+    parts = [split(x, group, 1, grad="partial") for x in case.tensors()]
+    with torch.inference_mode():
+        _run(case, group, [x.clone() for x in parts[:3]])
+    leaves = [x.clone().requires_grad_() for x in parts[:3]]
+    grads = torch.autograd.grad((_run(case, group, leaves) * parts[3]).sum(), leaves)
+    for got, want in zip(grads, case.reference()[1:], strict=True):
+        torch.testing.assert_close(got, split(want, group, 1), rtol=0, atol=ATOL)
+    # Two units for more ranks, under autocast: what comes back has the dtype that went, on ranks without a unit too.
+    small = Case((1, 1, 3), 2, 2, 2, 2)
+    parts = [split(x.float(), group, 2, grad="partial") for x in small.tensors()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend_units(*parts[:3], group, 2)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, split(small.reference()[0].float(), group, 2), rtol=0, atol=1e-5)
+
+
+def test_units_under_inference_mode_and_autocast() -> None:
+    for world_size in (3, 4):
+        run_ranks(_modes, world_size)
+
+
 def test_units_take_tags_strides_recompute_and_half_precision() -> None:
     run_ranks(_uses, 3)
 

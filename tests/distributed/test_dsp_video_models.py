@@ -39,8 +39,10 @@ def _parity(rank: int, world_size: int, name: str, cases: list[Any]) -> None:
             assert plan is not None
             # One more brings the prediction back to where the input was.
             home = plan.start != plan.end
-            switches = [kind for kind, *_ in log if kind == "all_to_all_single"]
-            assert len(switches) == (plan.num_switches + home if world_size > 1 else 0)
+            exchanges = [kind for kind, *_ in log if kind == "all_to_all_single"]
+            in_units = sum(step.in_units for step in plan.steps)
+            assert len(exchanges) == (plan.num_switches + 2 * in_units + home if world_size > 1 else 0)
+            assert explain(model.session, quiet=True).count("attention in units") == in_units
             torch.testing.assert_close(got, out[:, positions], rtol=0, atol=1e-11)
             (got * weights[:, positions]).sum().backward()
             check(summed(gradients(model)), wanted, f"{name} {grid} {batch} {guided}")
@@ -171,7 +173,7 @@ def _explained(rank: int, world_size: int) -> tuple[int, int, str]:
     three = build(tiny("axial_k3", num_layers=60), mesh_of_world())
     assert three.session is not None
     plans = [
-        each.session.plan(each.dit_config.lengths((4, 2, 3))) for each in (model, three) if each.session is not None
+        each.session.plan(each.dit_config.lengths((4, 2, 4))) for each in (model, three) if each.session is not None
     ]
     assert all(plan is not None for plan in plans)
     counts = [plan.num_switches for plan in plans if plan is not None]

@@ -160,7 +160,7 @@ def _wrappers(rank: int, world_size: int) -> None:
     column = base[:, 1]
 
     def hop(x: Tensor) -> Tensor:
-        return PeerSwap(x, x.numel(), group, 1).wait()
+        return PeerSwap([x], [x.shape], group, 1).wait()[0]
 
     wrappers: list[tuple[str, Callable[[Tensor], Tensor], Tensor]] = [
         ("gather_rows dim 0", lambda x: gather_rows(x, [4] * world_size, 0, group), base.transpose(0, 1)),

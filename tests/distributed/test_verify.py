@@ -122,8 +122,8 @@ def _swapped_pieces(self: FlatSwap) -> Tensor:
     return FlatSwap.received(self).roll(8)  # type: ignore[attr-defined,no-any-return]
 
 
-def _lost_chunk(self: PeerSwap) -> Tensor:
-    return torch.zeros_like(PeerSwap.received(self))  # type: ignore[attr-defined]
+def _lost_chunk(self: PeerSwap) -> list[Tensor]:
+    return [torch.zeros_like(x) for x in PeerSwap.received(self)]  # type: ignore[attr-defined]
 
 
 def _broken(rank: int, world_size: int, mesh: tuple[int, int], direction: str, dynamic: bool) -> str:

@@ -57,11 +57,15 @@ FEATURES = [
     _case(128, 16, 16, torch.bfloat16, seqlen_q=200, seqlen_k=333),
     _case(64, 32, 32, torch.float16, seqlen_q=300, seqlen_k=333),
     _case(128, 128, 128, torch.float16),
+    _case(72, 128, 128, torch.bfloat16, num_heads=4, num_kv_heads=2, strides="fused"),
+    _case(72, 64, 64, torch.float16, batch=2, mask="per sample"),
+    _case(40, 64, 64, torch.bfloat16, strides="heads first"),
+    _case(72, 32, 32, torch.float32, seqlen_q=300, seqlen_k=333),
     _case(64, 64, 64, torch.float16),
 ]
 CASES = [*GRID, *FEATURES, *SMALL_CASES]
 # Each variant is one more compilation of every kernel.
-POINTER_CASES = [GRID[2], GRID[4], GRID[6], *FEATURES[:6], *SMALL_CASES[:2]]
+POINTER_CASES = [GRID[2], GRID[4], GRID[6], *FEATURES[:6], *FEATURES[-4:], *SMALL_CASES[:2]]
 RESUME_CASES = [*GRID, *FEATURES[:6], *SMALL_CASES[:2]]
 
 

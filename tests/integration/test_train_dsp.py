@@ -20,6 +20,7 @@ from dbsp_megatron.dsp import DspSession
 from dbsp_megatron.infer.pipeline import SamplingPipeline
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.strategy import SequenceParallelConfig
+from tests.distributed.axial_models import sent_numbers
 from tests.harness import run_ranks
 from tests.integration.training import make_config, make_trainer, save_first_step, this_world, whole_state
 
@@ -120,20 +121,22 @@ def _metrics(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     session = trainer.engine.module.session
     assert isinstance(session, DspSession)
     assert session.last_plan is not None
-    plan, coords = session.last_plan, session.mesh.coords
-    way = session.moves(plan.end, plan.start)
-    # The plan counts a point as 2 bytes.
-    points, home = plan.sent_bytes(coords) // 2, sum(move.sent(plan.end, coords) for move in way)
-    return {"sent": row["sp/bytes_sent"], "points": points, "home": home, "strategy": row["sp/strategy"]}
+    plan, config = session.last_plan, trainer.engine.module.dit_config
+    return {
+        "sent": row["sp/bytes_sent"],
+        "numbers": sent_numbers(plan, config, 2, rank),
+        "strategy": row["sp/strategy"],
+        "in_units": [step.in_units for step in plan.steps],
+    }
 
 
-def test_metrics_count_what_the_switches_send(tmp_path: Path) -> None:
-    """Three switches of the stream, 24 channels, and the way home of the prediction, 192; two samples, both ways."""
+def test_metrics_count_what_layers_send(tmp_path: Path) -> None:
+    """Four frames stay cut in two; layers along them are in units, as 9 places are not to be halved. Two samples."""
     found = run_ranks(_metrics, 2, tmp_path)
-    assert all(each["strategy"] == "dsp" and each["home"] > 0 for each in found)
-    # Of all ranks together, as a rank sends other parts backward than forward.
-    sent, points, home = (sum(each[key] for each in found) for key in ("sent", "points", "home"))
-    assert sent == 2 * 2 * 4 * (24 * points + 192 * home)
+    assert all(each["strategy"] == "dsp" and each["in_units"] == [False, True] * 2 for each in found)
+    # Of all ranks together, as a rank sends other parts backward than forward; four bytes a number.
+    sent, numbers = (sum(each[key] for each in found) for key in ("sent", "numbers"))
+    assert sent == 4 * numbers > 0
 
 
 def _saved_run(root: Path) -> None:

@@ -29,12 +29,23 @@ class BlockPattern:
     """Tokens per k-block."""
     dense: bool = False
     """Every block is dense: nothing is listed."""
+    share: float = 1.0
+    """Of the heads of a call that is made in parts."""
     _lists: BlockLists | None = field(default=None, repr=False)
+    _parts: dict[tuple[int, int], BlockPattern] = field(default_factory=dict, repr=False)
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the mask, dense or not."""
         return self.blocks.numel()
+
+    def of_heads(self, begin: int, end: int) -> BlockPattern:
+        """The pattern of some of the heads; made once."""
+        if (begin, end) not in self._parts:
+            blocks, share = self.blocks[:, begin:end].contiguous(), (end - begin) / self.blocks.shape[1]
+            part = BlockPattern(blocks, self.block_size_q, self.block_size_k, self.dense, self.share * share)
+            self._parts[begin, end] = part
+        return self._parts[begin, end]
 
     def lists(self, *, transpose: bool) -> BlockLists:
         """Index lists of the rows and, if asked, of the columns; nothing waits for the device."""

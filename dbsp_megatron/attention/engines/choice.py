@@ -143,12 +143,15 @@ def choose_engine(name: str, call: AttentionClass) -> Engine:
         if other == chosen.name:
             break
         skipped.append(f"{other}: {engine_named(other).refusal(call)}")
+    # The engine that takes all is tens of times slower on a GPU; fp64 is there for checks.
+    slow = chosen.name == "torch" and call.device.type == "cuda" and call.dtype != torch.float64
     how = kernel_path(call) if chosen.name == "triton" else getattr(chosen, "description", "")
     _say_once(
-        logging.INFO,
+        logging.WARNING if slow else logging.INFO,
         f"attention engine for {_in_words(call)}: {chosen.name}"
         + (f" ({how})" if how else "")
-        + (f"; not {'; not '.join(skipped)}" if skipped else ""),
+        + (f"; not {'; not '.join(skipped)}" if skipped else "")
+        + ("; this is slow: pad the head dim with zeros and keep the scale, or take other blocks" if slow else ""),
     )
     return chosen
 

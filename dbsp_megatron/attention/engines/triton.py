@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dbsp_megatron.kernels.block_sparse_attention.hopper_launch import supports
@@ -19,14 +20,15 @@ from dbsp_megatron.kernels.block_sparse_attention.hopper_launch import supports
 from .base import AttentionClass, BlockPattern
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP, _MAX_HEAD_DIM = 8, 256
 
 
 class TritonEngine:
     """Kernels of `kernels.block_sparse_attention`; see `Engine` for what its methods take and give.
 
     The Hopper kernels run what `hopper_launch.supports`; the portable kernels run the rest, and every deterministic
-    backward pass. Both resume in place, take a range of q-blocks and any table of kv heads.
+    backward pass. Both resume in place, take a range of q-blocks and any table of kv heads. A head dim that is no
+    multiple of 8 is filled up with zeros in a copy.
     """
 
     name = "triton"
@@ -39,8 +41,8 @@ class TritonEngine:
             return f"its kernels take bf16, fp16 and fp32, not {call.dtype}"
         if call.head_dim_v != call.head_dim:
             return f"its kernels have one head dim, not {call.head_dim} and {call.head_dim_v}"
-        if call.head_dim % 16 or call.head_dim > _MAX_HEAD_DIM:
-            return f"head dim {call.head_dim} is no multiple of 16 up to {_MAX_HEAD_DIM}"
+        if call.head_dim > _MAX_HEAD_DIM:
+            return f"head dim {call.head_dim} is above {_MAX_HEAD_DIM}"
         if call.block_size_q % 16 or call.block_size_k % 16:
             return f"blocks of {call.block_size_q} x {call.block_size_k} tokens are no multiples of 16"
         return None
@@ -70,15 +72,21 @@ class TritonEngine:
         sizes = (pattern.block_size_q, pattern.block_size_k)
         out, lse = (None, None) if state is None else state
         q, scale, _ = _positive_scale(q, scale)
+        dim, whole = q.shape[3], out
+        q, k, v = map(_filled_up, (q, k, v))
+        out = None if out is None else _filled_up(out)
         with _on(q.device):
             run = _forward(supports(q, k, v, *sizes, scale=scale) is None)
-            return run(
+            out, lse = run(
                 *(q, k, v, pattern.lists(transpose=backward), *sizes, scale),
                 kv_index=kv_index,
                 out=out,
                 lse=lse,
                 q_range=q_range,
             )
+        if out.shape[3] == dim:
+            return out, lse
+        return (out[..., :dim] if whole is None else whole.copy_(out[..., :dim])), lse
 
     def backward(
         self,
@@ -102,6 +110,8 @@ class TritonEngine:
         dout = dout.to(q.dtype)
         if dout.stride(3) != 1:
             dout = dout.contiguous()
+        dim = q.shape[3]
+        q, k, v, dout = map(_filled_up, (q, k, v, dout))
         with _on(q.device):
             run = _backward(supports(q, k, v, *sizes, scale=scale, deterministic=deterministic) is None)
             dq, dk, dv = run(
@@ -109,6 +119,7 @@ class TritonEngine:
                 kv_index=kv_index,
                 dtype=torch.float32 if dtype is None else dtype,
             )
+            dq, dk, dv = (x[..., :dim] for x in (dq, dk, dv))
             return dq if sign == 1 else dq.mul_(sign), dk, dv
 
 
@@ -149,6 +160,12 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
         return q, scale, 1
     sign = -1 if scale < 0 else 0
     return q * sign, -scale if sign else 1.0, sign
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """[B, S, H, D], or a copy with zeros up to the next head dim of the kernels: scores and gradients stay the same."""
+    missing = -x.shape[3] % _HEAD_DIM_STEP
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

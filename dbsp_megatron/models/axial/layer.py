@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from dbsp_megatron.attention.dense import dense_attention
 from dbsp_megatron.dsp import DspRun, Stage
 from dbsp_megatron.models.axial.config import AxialConfig
 from dbsp_megatron.models.axial.sparse import SparseAttention
-from dbsp_megatron.models.dense_attention import dense_attention
 from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention, DiTSelfAttention
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules
@@ -40,6 +41,8 @@ class AxialConditioning(Conditioning):
     """Which blocks are computed along long dims; None for all."""
     dim: str = ""
     """The dim that the layer attends along."""
+    stage: str | None = None
+    """Name of the layer's stage if that dim stays cut, so that its attention is computed in (frame, head) units."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -51,6 +54,7 @@ class AxialConditioning(Conditioning):
         """Number of the dim that the layer attends along."""
         return list(self.lengths).index(self.dim)
 
+    @torch.compiler.disable
     def entered(self, layer: int, dim: str, x: Tensor) -> tuple[Tensor, AxialConditioning]:
         """The stream [s, b, hidden] in the layout that a layer computes in, and what that layer is told."""
         here = replace(self, dim=dim, tokens=self.along[dim])
@@ -58,7 +62,14 @@ class AxialConditioning(Conditioning):
             return x, here
         name = stage_name(layer, dim)
         x = self.run.stage(name, x, stream_pattern(self.lengths), needs={dim})
-        return x, replace(here, lengths={each: self.run.local(each, name) for each in self.lengths})
+        here = replace(here, lengths={each: self.run.local(each, name) for each in self.lengths})
+        if self.run.plan is None or not self.run.plan.by_name[name].in_units:
+            return x, here
+        places = self.run.positions(dim, name)
+        features = self.time_features
+        if features is not None and dim == "T":
+            features = features[places.start : places.stop]
+        return x, replace(here, stage=name, tokens=self.along[dim].part(places), time_features=features)
 
 
 def stage_name(layer: int, dim: str) -> str:
@@ -71,10 +82,26 @@ def stream_pattern(dims: Mapping[str, int] | tuple[str, ...]) -> str:
     return f"({' '.join(dims)}) B C"
 
 
-def axial_stages(dit: AxialConfig) -> list[Stage]:
-    """What a pass computes: each layer needs the dim that it attends along."""
+def axial_stages(dit: AxialConfig, *, in_units: bool = True) -> list[Stage]:
+    """What a pass computes: each layer needs the dim that it attends along, or attends in (frame, head) units.
+
+    Args:
+        dit: The model description.
+        in_units: Whether the attention of a layer can be computed in units.
+    """
+    units = dit.num_heads if in_units else 0
     dims = [dit.attention_dim(layer) for layer in range(dit.num_layers)]
-    return [Stage(name=stage_name(layer, dim), needs=frozenset({dim})) for layer, dim in enumerate(dims)]
+    # Of one sample in 16 bits: a plan, and with it the tokens of a rank, must not depend on the batch.
+    return [
+        Stage(
+            name=stage_name(layer, dim),
+            needs=frozenset({dim}),
+            stream_bytes=2 * dit.hidden_size,
+            units=units,
+            unit_bytes=4 * (dit.num_heads + dit.kv_heads) * dit.heads_dim,
+        )
+        for layer, dim in enumerate(dims)
+    ]
 
 
 class DenseAttention(MegatronModule):
@@ -90,7 +117,7 @@ class DenseAttention(MegatronModule):
 
 
 class AxialSelfAttention(DiTSelfAttention):
-    """Attention along `conditioning.dim`, which this rank has as a whole; all other dims are batch."""
+    """Attention along `conditioning.dim`, all other dims are batch; ranks have it whole, or attend in units."""
 
     def __init__(self, config: Any, layer_number: int, **options: Any) -> None:
         super().__init__(config, layer_number, **options)
@@ -105,11 +132,35 @@ class AxialSelfAttention(DiTSelfAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, conditioning: Conditioning) -> Tensor:
         """See `DiTSelfAttention.attend`."""
-        sparse = _axial(conditioning).sparse
+        here = _axial(conditioning)
+        sparse = here.sparse
+        if sparse is not None and not sparse.takes(here.along[here.dim].num_video):
+            sparse = None
+        if here.stage is not None and here.run is not None:
+            return self._attend_in_units(q, k, v, here, here.run, here.stage, sparse)
         # A rank that holds nothing leaves it to dense attention, which gives nothing its gradients.
-        if sparse is None or not sparse.takes(len(q)) or not q.numel():
+        if sparse is None or not q.numel():
             return super().attend(q, k, v, x, conditioning)
         return sparse(q, k, v, self.index)
+
+    @torch.compiler.disable
+    def _attend_in_units(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        here: AxialConditioning,
+        run: DspRun,
+        stage: str,
+        sparse: SparseAttention | None,
+    ) -> Tensor:
+        options: dict[str, Any] = {}
+        if sparse is not None:
+            cut = run.cut_of(here.dim, stage)
+            options = {"mask": sparse.mask_of_parts(q, k, v, self.index, cut), "check": False, "engine": sparse.engine}
+        others = " ".join([*(dim for dim in here.lengths if dim != here.dim), "B"])
+        out = run.attend(stage, q, k, v, f"{here.dim} ({others}) heads channels", here.dim, **options)
+        return out.flatten(-2)
 
     def output(self, out: Tensor, conditioning: Conditioning) -> Tensor:
         """See `DiTSelfAttention.output`: [s_local, b, hidden] again."""
@@ -146,8 +197,8 @@ class AxialLayer(DiTLayer):
         """
         x, here = _axial(conditioning).entered(self.index, self.dim, hidden_states)
         if self.first_in_time and here.time_features is not None:
-            # Each frame's row for all tokens of it; T comes first.
-            per_frame = x.shape[0] // here.lengths["T"]
+            # Each frame's row for all tokens of it; T comes first. This rank may hold no frame.
+            per_frame = math.prod(length for dim, length in here.lengths.items() if dim != "T")
             x = x + here.time_features.to(x.dtype).repeat_interleave(per_frame, dim=0)[:, None]
         return super().forward(x, here, selective=selective)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,15 +30,16 @@ class AxialDiT(VideoDiT):
     """Predicts a tensor per video patch, as `VideoDiT` does, by attention along one dim in each layer.
 
     With a mesh, a rank holds the part of the video that `local_positions` names; the stream is switched between layers
-    as the stage planner says, and the prediction comes back for the same part. A loss summed over local tokens gives
-    parameter gradients that are to be summed over the ranks.
+    as the stage planner says, and the prediction comes back for the same part. Where every switch would leave ranks
+    idle (images, fewer frames than ranks), the stream stays and attention is computed in (frame, head) units. A loss
+    summed over local tokens gives parameter gradients that are to be summed over the ranks.
 
     Args:
         config: The model description.
         sp: Of strategy dsp: the ranks that share a video, where `mesh` is not given; None for one rank.
         mesh: The ranks that share a video, with several axes if it has.
         pg_collection: As in `VideoDiT`; tensor and pipeline parallelism are refused.
-        core_attention: Replaces dense attention along dim 0 of [s, b, h, d].
+        core_attention: Replaces dense attention along dim 0 of [s, b, h, d]; there are no units then.
         sequence_parallel: Must be False, it belongs to tensor parallelism.
 
     Attributes:
@@ -79,12 +81,15 @@ class AxialDiT(VideoDiT):
             mesh = DspMesh(DspGroup(sp.group, "dsp", control_group=sp.groups.control_group))
         self.session: DspSession | None = None
         if mesh is not None:
-            self.session = DspSession(mesh, config.grid_dims, stages=axial_stages(config))
+            # An attention of the caller's may be made for the heads of the model alone.
+            stages = axial_stages(config, in_units=core_attention is None)
+            self.session = DspSession(mesh, config.grid_dims, stages=stages)
         self.fps_embed: TimestepEmbedding | None = None
         if config.fps is not None:
             self.fps_embed = TimestepEmbedding(config, self.config.params_dtype)
             self.fps_embed.scale = 1.0
             self.reset_parameters()
+        self._masks: dict[tuple[object, ...], str | None] = {}
         self._tables: dict[tuple[object, ...], LocalTokens] = {}
 
     def _layer_specs(
@@ -92,6 +97,7 @@ class AxialDiT(VideoDiT):
     ) -> TransformerBlockSubmodules:
         return axial_block_spec(self.dit_config, core_attention)
 
+    @torch.compiler.disable
     def local_positions(self, grid: Grid) -> Tensor:
         """Ids of the tokens of this rank in the whole video, int64 [s_local] on the CPU; equal grids give equal parts.
 
@@ -108,6 +114,7 @@ class AxialDiT(VideoDiT):
             ids = ids[..., None] * length + torch.arange(here.start, here.stop)
         return ids.flatten()
 
+    @torch.compiler.disable
     def _along(self, length: int, rotates: bool, device: torch.device) -> LocalTokens:
         """All places along a dim."""
         key = (length, rotates, device)
@@ -130,11 +137,25 @@ class AxialDiT(VideoDiT):
             )
         return self._tables[key]
 
+    @torch.compiler.disable
     def _problem(
-        self, video_tokens: Tensor, timestep: Tensor, grid: Grid, context: Tensor | None, fps: Tensor | None
+        self,
+        video_tokens: Tensor,
+        timestep: Tensor,
+        grid: Grid,
+        context: Tensor | None,
+        fps: Tensor | None,
+        sparse: SparseAttention | None,
     ) -> str | None:
         """What is wrong with the arguments of this rank."""
         try:
+            if len(grid) != 3 or not all(isinstance(n, int) and n >= 1 for n in grid):
+                raise ValueError(f"grid must be three integers >= 1 (frames, rows, columns); got {grid!r}")
+            if sparse is not None and not isinstance(sparse, SparseAttention):
+                raise ValueError(f"sparse must be a SparseAttention or None; got {type(sparse).__name__}")
+            for name, x in (("video_tokens", video_tokens), ("timestep", timestep), ("context", context), ("fps", fps)):
+                if not isinstance(x, Tensor) and (x is not None or name in ("video_tokens", "timestep")):
+                    raise ValueError(f"{name} must be a tensor; got {type(x).__name__}")
             positions = self.local_positions(grid)
             tokens = LocalTokens(
                 num_text=0,
@@ -151,9 +172,19 @@ class AxialDiT(VideoDiT):
                     f"fps must be of shape {list(timestep.shape)}, and only given to a model with fps; got "
                     f"{list(fps.shape)} with fps: {self.dit_config.fps}"
                 )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # No length at all is wrong in another way than a wrong one.
             return str(error)
-        return None
+        return None if sparse is None else self._problem_of(sparse, tuple(self.dit_config.lengths(grid).values()))
+
+    def _problem_of(self, sparse: SparseAttention, lengths: tuple[int, ...]) -> str | None:
+        """What is wrong with masks, found once for a method and lengths."""
+        key = (sparse.method.describe(), sparse.block_size, sparse.engine, lengths)
+        if key not in self._masks:
+            if len(self._masks) >= 64:
+                self._masks.clear()
+            dit = self.dit_config
+            self._masks[key] = sparse.problem(dit.num_heads, dit.kv_heads, dit.num_layers, lengths)
+        return self._masks[key]
 
     def forward(  # type: ignore[override]
         self,
@@ -181,14 +212,19 @@ class AxialDiT(VideoDiT):
         Raises:
             ValueError: On every rank: the shapes do not fit together, or ranks call with different ones.
         """
-        lengths = self.dit_config.lengths(grid)
-        problem = self._problem(video_tokens, timestep, grid, context, fps)
+        problem = self._problem(video_tokens, timestep, grid, context, fps, sparse)
         if self.session is None:
             if problem is not None:
                 raise ValueError(problem)
             return self._predict(None, video_tokens, timestep, grid, context, fps, sparse)
-        sizes = {"B": len(timestep)} | ({} if context is None else {"L": context.shape[1]})
-        with self.session.run(lengths, sizes, problem=problem) as run:
+        lengths: Mapping[str, int] = {}
+        sizes: dict[str, int] = {}
+        facts: dict[str, object] = {}
+        if problem is None:
+            lengths, sizes = self.dit_config.lengths(grid), {"B": len(timestep)}
+            sizes |= {} if context is None else {"L": context.shape[1]}
+            facts = {"dtype": video_tokens.dtype, "fps": fps is not None, "sparse": sparse and sparse.describe()}
+        with self.session.run(lengths, sizes, problem=problem, facts=facts) as run:
             return self._predict(run, video_tokens, timestep, grid, context, fps, sparse)
 
     def _predict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ class LocalTokens:
     """int64 [s_local]: local indices with the text tokens in front; None if they already are."""
     original: Tensor | None
     """int64 [s_local]: the inverse of `text_first`."""
+
+    def part(self, places: range) -> LocalTokens:
+        """Some of the tokens, consecutive ones; there is no text."""
+        cos, sin = (table[places.start : places.stop] for table in (self.cos, self.sin))
+        return replace(self, num_video=len(places), cos=cos, sin=sin)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Splits [s_local, ...] into text [num_text, ...] and video [num_video, ...]."""

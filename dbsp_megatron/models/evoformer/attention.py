@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbsp_megatron.models.dense_attention import dense_attention
+from dbsp_megatron.attention.dense import dense_attention
 from dbsp_megatron.models.dit.init_weights import mark_init, zero_init
 
 _MASKED = 1e9

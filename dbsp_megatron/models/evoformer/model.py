@@ -156,6 +156,11 @@ class Evoformer(nn.Module):
         self, msa: Tensor, pair: Tensor, size: tuple[int, int], masks: tuple[Tensor | None, Tensor | None]
     ) -> str | None:
         """What is wrong with the arguments of this rank."""
+        if not isinstance(size, tuple | list) or len(size) != 2 or not all(isinstance(n, int) and n >= 1 for n in size):
+            return f"size must be two integers >= 1, sequences and residues; got {size!r}"
+        for name, x in (("msa", msa), ("pair", pair), ("msa_mask", masks[0]), ("pair_mask", masks[1])):
+            if not isinstance(x, Tensor) and (x is not None or name in ("msa", "pair")):
+                return f"{name} must be a tensor; got {type(x).__name__}"
         whole = (size, (size[1], size[1]))
         try:
             for name, x, (track, channels), lengths in (
@@ -198,16 +203,19 @@ class Evoformer(nn.Module):
             ValueError: On every rank: shapes do not fit, or ranks call with different ones.
         """
         problem = self._problem(msa, pair, size, (msa_mask, pair_mask))
-        of_msa, of_pair = self._lengths(size)
+        of_msa, of_pair = ({}, {}) if problem is not None else self._lengths(size)
         with ExitStack() as passes:
             if self.msa_session is None or self.pair_session is None:
                 if problem is not None:
                     raise ValueError(problem)
                 tracks = Track(None, MSA_DIMS, of_msa), Track(None, PAIR_DIMS, of_pair)
             else:
-                batch = {"B": msa.shape[0]}
+                batch, facts = {}, {}
+                if problem is None:
+                    batch = {"B": msa.shape[0]}
+                    facts = {"dtypes": (msa.dtype, pair.dtype), "masks": (msa_mask is None, pair_mask is None)}
                 # The second agreement is not reached where the first one raises, on all ranks.
-                first = passes.enter_context(self.msa_session.run(of_msa, batch, problem=problem))
+                first = passes.enter_context(self.msa_session.run(of_msa, batch, problem=problem, facts=facts))
                 second = passes.enter_context(self.pair_session.run(of_pair, batch))
                 tracks = Track(first, MSA_DIMS, of_msa), Track(second, PAIR_DIMS, of_pair)
             for block in self.blocks:

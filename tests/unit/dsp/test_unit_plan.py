@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
 from dbsp_megatron import BlockMask
 from dbsp_megatron.dsp.unit_attention import unit_plan_of
-from dbsp_megatron.dsp.unit_plan import plans
+from dbsp_megatron.dsp.unit_plan import UnitHistory, plans
 from dbsp_megatron.plan.unit_balance import utilisation
 
 FRAMES, HEADS, BLOCKS = 6, 4, 12
@@ -70,3 +72,24 @@ def test_plans_are_kept_by_content() -> None:
     assert plans.find(shape, masks[1], 0.2, 0, device) is not first
     assert plans.find(shape, BlockMask.dense(HEADS, 8, block_size_q=4, block_size_k=4), 0.1, 0, device) is not first
     assert plans.find(shape, masks[1], 0.1, 1, device) is not first
+
+
+def test_a_site_keeps_its_units_and_tables_while_they_balance() -> None:
+    shape = unit_plan_of((FRAMES, 47), 1, 4, HEADS, mask=_mask(FRAMES), tolerance=0.1).shape
+    device, mask = torch.device("cpu"), _mask(FRAMES)
+    history: UnitHistory = OrderedDict()
+    first = plans.find(shape, mask, 0.1, 1, device, history, "here")
+    blocks = mask.blocks.clone()
+    blocks[0, 0, 0, 0] ^= True
+    near = BlockMask(blocks, 4, 4, 47, 47)
+    second = plans.find(shape, near, 0.1, 1, device, history, "here")
+    assert second is not first
+    assert second.items is first.items
+    assert second.routes is first.routes
+    # Its loads are those of its own mask, and its calls hold it.
+    assert int(second.loads.sum()) == int(blocks.sum())
+    assert sum(int(part.blocks.sum()) for _, part, _ in second.calls) == second.loads[1]
+    # Another mask altogether moves units, and another place never saw the first.
+    other = BlockMask(mask.blocks.flip(0), 4, 4, 47, 47)
+    assert plans.find(shape, other, 0.1, 1, device, history, "here").items is not first.items
+    assert plans.find(shape, other, 0.1, 1, device, history, "there").utilisation >= 1 / 1.1

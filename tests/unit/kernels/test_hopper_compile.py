@@ -192,6 +192,8 @@ FORWARD = [
         for block in (128, 64)
         for resume in (False, True)
     ),
+    Variant(dim=72),
+    Variant(dim=40, block_q=64, block_k=64),
 ]
 BACKWARD = [
     *(Variant(backward=True, block_q=block_q, block_k=block_k) for block_q, block_k in BLOCKS),
@@ -214,6 +216,9 @@ BACKWARD = [
     *(Variant(backward=True, block_q=block, block_k=block, runs=True) for block in (128, 64)),
     Variant(backward=True, runs=True, grads="bf16", grouped=True),
     Variant(backward=True, dim=64, runs=True, grads="bf16"),
+    Variant(backward=True, dim=72, grads="bf16"),
+    Variant(backward=True, dim=72, block_k=64),
+    Variant(backward=True, dim=40),
 ]
 TABLE = [*FORWARD, *BACKWARD]
 

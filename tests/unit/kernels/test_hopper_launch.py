@@ -38,7 +38,7 @@ def test_supports_names_the_device_first() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [8, 40, 64, 72, 96, 128])
 @pytest.mark.parametrize("layout", ["contiguous", "heads first", "fused", "one head of many"])
 def test_supports_takes_views_without_copies(dim: int, layout: str) -> None:
     x = {
@@ -58,7 +58,9 @@ def test_supports_takes_views_without_copies(dim: int, layout: str) -> None:
     [
         ({"q": _tensor(1, 9, 2, 64, dtype=torch.float32)}, "dtypes"),
         ({"k": _tensor(1, 9, 2, 64, dtype=torch.float16)}, "dtypes"),
-        ({"v": _tensor(1, 9, 2, 128)}, "head dims"),
+        ({"v": _tensor(1, 9, 2, 128)}, "head dims 64, 64, 128 differ"),
+        ({name: _tensor(1, 9, 2, 68) for name in "qkv"}, "head dim 68 is no multiple of 8 up to 128"),
+        ({name: _tensor(1, 9, 2, 136) for name in "qkv"}, "head dim 136 is no multiple of 8 up to 128"),
         ({"block_size_q": 32}, "blocks of 32 x 64"),
         ({"block_size_k": 256}, "blocks of 64 x 256"),
         ({"scale": 0.0}, "not positive"),
@@ -112,7 +114,10 @@ def test_check_heads_names_what_does_not_belong_together() -> None:
 
 @pytest.mark.parametrize(
     ("dim", "block_k", "consumers", "stages"),
-    [(128, 128, 2, 3), (96, 128, 2, 3), (64, 128, 1, 2), (128, 64, 1, 2), (96, 64, 1, 2), (64, 64, 1, 2)],
+    [
+        *[(128, 128, 2, 3), (96, 128, 2, 3), (72, 128, 2, 3), (64, 128, 1, 2), (40, 128, 1, 2)],
+        *[(128, 64, 1, 2), (96, 64, 1, 2), (64, 64, 1, 2), (8, 64, 1, 2)],
+    ],
 )
 def test_backward_config_pairs_warpgroups_for_128_wide_keys(
     dim: int, block_k: int, consumers: int, stages: int

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dbsp_megatron.plan.items import check_items
-from dbsp_megatron.plan.unit_balance import plan_units, unit_loads, utilisation
+from dbsp_megatron.plan.unit_balance import plan_units, replan_units, unit_loads, utilisation
 
 
 def _uniform(num_units: int, num_rows: int) -> np.ndarray:
@@ -96,3 +96,37 @@ def test_costs_and_ranks_are_checked() -> None:
         plan_units(np.array([[1], [-1]]), 2)
     with pytest.raises(ValueError, match="num_ranks must be an integer"):
         plan_units(_uniform(3, 2), 0)
+
+
+def test_items_are_kept_while_they_balance() -> None:
+    """A small drift keeps them, a large one does not, and one that no plan cures does."""
+    generator = np.random.default_rng(0)
+    cost = generator.integers(1, 20, size=(24, 6))
+    kept = plan_units(cost, 4)
+    drifted = cost + generator.integers(0, 2, size=cost.shape)
+    assert replan_units(kept, drifted, 4) is kept
+    turned = cost.copy()
+    turned[kept[:, 3] == 0] *= 3
+    fresh = replan_units(kept, turned, 4)
+    assert fresh is not kept
+    assert np.array_equal(fresh, plan_units(turned, 4))
+    assert unit_loads(fresh, turned, 4).max() < unit_loads(kept, turned, 4).max()
+    one = np.zeros((24, 1), dtype=np.int64)
+    one[5] = 7
+    whole = plan_units(one, 4)
+    # One row of one unit cannot be shared out.
+    moved = np.roll(one, 1, axis=0)
+    assert replan_units(whole, moved, 4) is whole
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1, 0.5])
+def test_kept_items_are_never_much_worse_than_new_ones(tolerance: float) -> None:
+    generator = np.random.default_rng(1)
+    kept = plan_units(generator.integers(0, 9, size=(10, 4)), 3, tolerance=tolerance)
+    for _ in range(40):
+        cost = generator.integers(0, 9, size=(10, 4))
+        kept = replan_units(kept, cost, 3, tolerance=tolerance)
+        check_items(kept, 4, 3)
+        heaviest, least = (int(unit_loads(x, cost, 3).max()) for x in (kept, plan_units(cost, 3, tolerance=tolerance)))
+        even = (1 + tolerance) * cost.sum() / 3
+        assert heaviest <= max(even, least * (1 + tolerance / 2)) * (1 + 1e-6)

@@ -173,3 +173,13 @@ def test_shapes_are_those_of_the_models() -> None:
         "64x4096": (64, 4096, 1152),
     }
     assert find_shape("3x5x2", head_dim=8, batch=2, pairs=4).elements == 2 * 3 * 5 * 16
+
+
+def test_ways_with_pytorchs_attention_agree(tmp_path: Path) -> None:
+    """All but ring; bytes are those of the formulas, as with the block-sparse engine."""
+    report, found, _ = _measure(tmp_path, 2, "--dtype", "float64", "--shape", "4x8x4", "--attention", "sdpa")
+    assert {strategy for _, strategy, _ in found} == set(STRATEGIES) - {"ring"}
+    assert "use --attention blocks" in report["missing"]["ring, 4x8x4"]
+    for record in found.values():
+        assert record["fail"] is None
+        assert record["sent_inside_node"] == record["sent_expected"]

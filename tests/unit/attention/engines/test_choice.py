@@ -158,6 +158,13 @@ def test_choose_engine_falls_back_to_torch(
     assert _lines(caplog) == ["attention engine for fp64 D64 128x64 on cuda: torch (a stand-in); not triton: no fp64"]
 
 
+def test_choose_engine_warns_of_a_slow_call(engines: dict[str, _StandIn], caplog: pytest.LogCaptureFixture) -> None:
+    engines["triton"]._refusal = "head dim 68 is odd"
+    assert choose_engine("auto", replace(CUDA, head_dim=68, head_dim_v=68)).name == "torch"
+    (line,) = _lines(caplog, logging.WARNING)
+    assert "not triton: head dim 68 is odd; this is slow: pad the head dim" in line
+
+
 def test_choose_engine_decides_and_says_once(engines: dict[str, _StandIn], caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         choose_engine("auto", CUDA)

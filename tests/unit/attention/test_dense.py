@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_megatron.models.dense_attention import dense_attention
+from dbsp_megatron.attention.dense import dense_attention
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
