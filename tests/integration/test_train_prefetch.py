@@ -126,19 +126,22 @@ def test_a_clip_that_cannot_be_read_ends_the_run_at_its_step(tmp_path: Path, ahe
     assert not _threads()
 
 
-def test_waiting_for_slow_clips_is_logged(tmp_path: Path) -> None:
-    """Two clips of 30 ms a step: all of it without a thread, less beside a step."""
+def test_waiting_for_slow_clips_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clips of 30 ms a step: all of it without a thread, less beside a step that takes longer."""
     waited: dict[int, list[float]] = {}
     for ahead in (0, 1):
         config = _config(tmp_path, ahead, f"ahead{ahead}", steps=4)
-        assert Trainer(config, this_world(), _SlowClips(5, config.data)).run() == 0
+        trainer = Trainer(config, this_world(), _SlowClips(5, config.data))
+        step = trainer.engine.step
+        monkeypatch.setattr(trainer.engine, "step", lambda number, step=step: (time.sleep(0.15), step(number))[1])
+        assert trainer.run() == 0
         rows = read_metrics(tmp_path / f"ahead{ahead}")
         waited[ahead] = [row["perf/data_ms"] for row in rows]
         assert all(row["perf/data_ms_max"] >= row["perf/data_ms"] - 1e-6 for row in rows)
         assert all(row["perf/step_s"] * 1e3 > row["perf/data_ms"] for row in rows)
     assert min(waited[0]) >= 60
     assert waited[1][0] >= 60
-    assert sum(waited[1][1:]) < sum(waited[0][1:])
+    assert min(waited[1][1:]) < 60
     assert _logged(tmp_path, "ahead1") == _logged(tmp_path, "ahead0")
 
 

@@ -12,7 +12,7 @@ from dbsp_megatron.train.step_clock import StepClock
 
 def test_read_gives_means_since_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 4.0, 10.0, 10.5, 12.0, 20.0, 20.0, 21.0])
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr("dbsp_megatron.train.step_clock.time.perf_counter", lambda: next(now))
     clock = StepClock()
     for tokens, data_ms in ((100, 1000.0), (40, 750.0)):
         clock.start()
