@@ -133,7 +133,12 @@ def test_waiting_for_slow_clips_is_logged(tmp_path: Path, monkeypatch: pytest.Mo
         config = _config(tmp_path, ahead, f"ahead{ahead}", steps=4)
         trainer = Trainer(config, this_world(), _SlowClips(5, config.data))
         step = trainer.engine.step
-        monkeypatch.setattr(trainer.engine, "step", lambda number, step=step: (time.sleep(0.15), step(number))[1])
+
+        def slow_step(number: int, step: Any = step) -> Any:
+            time.sleep(0.15)
+            return step(number)
+
+        monkeypatch.setattr(trainer.engine, "step", slow_step)
         assert trainer.run() == 0
         rows = read_metrics(tmp_path / f"ahead{ahead}")
         waited[ahead] = [row["perf/data_ms"] for row in rows]
