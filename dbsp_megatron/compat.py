@@ -130,6 +130,14 @@ def process_groups(pg_collection: ProcessGroupCollection | None = None) -> Proce
     return ProcessGroupCollection(tp=None, cp=None, pp=None)
 
 
+def background_save_options() -> dict[str, Any]:
+    """Arguments of `dist_checkpointing.save` that choose Megatron's own way to write, where there is a choice."""
+    from megatron.core import dist_checkpointing
+
+    chosen = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if chosen else {}
+
+
 def group_size(group: torch.distributed.ProcessGroup | None) -> int:
     """Number of ranks of a group; 1 if it is None or `torch.distributed` is not initialised."""
     if group is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from dbsp_megatron.config import TrainConfig
@@ -28,7 +27,8 @@ from dbsp_megatron.models.convert.folder import CONFIG_NAME, GIB, refuse_existin
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.config import model_config_text
 from dbsp_megatron.observability.atomic_file import write_text
-from dbsp_megatron.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, save_checkpoint
+from dbsp_megatron.train.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.distributed import World
 
 MODEL_FILE = "model.yaml"
@@ -257,11 +257,10 @@ def _kept_config(state: Mapping[str, Any], like: Path | None) -> dict[str, Any] 
 
 def _stored(checkpoint: Checkpoint, weights: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of the weights in a checkpoint, by the names of the model's parameters."""
-    metadata = dcp.HuggingFaceStorageReader(str(checkpoint.path)).read_metadata().state_dict_metadata
     found = {
-        name.removeprefix(f"{weights}."): (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(f"{weights}.") and isinstance(entry, dcp.TensorStorageMetadata)
+        name.removeprefix(f"{weights}."): (entry.shape, entry.dtype)
+        for name, entry in checkpoint.stored().items()
+        if name.startswith(f"{weights}.")
     }
     if not found:
         raise ValueError(f"{checkpoint.path} holds no {weights} weights; use --weights model")

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dbsp_megatron.attention.ring import LEAST_HIDDEN_BYTES
 from dbsp_megatron.plan.calibration import Calibration
 from dbsp_megatron.plan.integers import IntArray
 from dbsp_megatron.plan.rates import FloatArray
@@ -299,6 +300,9 @@ def _ring(clocks: _Clocks, chunk: _Chunk, *, gradients: bool) -> None:
     """The order of operations of `ring_forward` and `ring_backward`."""
     costs, ms, ring = chunk.costs, chunk.ms, chunk.ms.shape[1]
     prefetch, posted, going = clocks.machine.prefetch, 0, list[int]()
+    # Half of the heads of the own chunk come last, under the gradients of the others.
+    last = 2 * costs.send_bytes[..., ring - 1] >= LEAST_HIDDEN_BYTES
+    late = np.where(last & (gradients and 1 < ring <= prefetch + 1), 0.5 * ms[..., 0], 0.0)
     for number, steps in enumerate(costs.calls):
         for step in sorted(steps):
             while posted < min(step + prefetch, ring - 1):
@@ -308,7 +312,7 @@ def _ring(clocks: _Clocks, chunk: _Chunk, *, gradients: bool) -> None:
                 clocks.wait("kv", step)
         if len(steps) > 1:
             clocks.copy(sum((_came(costs, step) for step in steps), np.zeros_like(costs.send_bytes[..., 0])))
-        clocks.compute(ms[..., number])
+        clocks.compute(ms[..., number] - (late if number == 0 else 0.0))
         if not gradients or number == 0:
             continue
         for step in sorted(steps):
@@ -317,6 +321,7 @@ def _ring(clocks: _Clocks, chunk: _Chunk, *, gradients: bool) -> None:
             going.append(step)
             if len(going) > prefetch:
                 clocks.wait("gradient", going.pop(0))
+    clocks.compute(late)
     for step in going:
         clocks.wait("gradient", step)
 

@@ -170,7 +170,7 @@ class _Heads:
 
 
 _ALL = _Heads(slice(None), slice(None))
-_LEAST_BYTES = 2**27
+LEAST_HIDDEN_BYTES = 2**27
 """Gradients that another kernel is worth: with NVLink they are under way for half a millisecond."""
 
 
@@ -186,7 +186,7 @@ def _own_parts(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> list[_Heads]:
         work.kv_index is not None
         or kv_heads < 2
         or steps - 1 > work.ring.prefetch
-        or size * work.schedule.route.send_counts[-1] < _LEAST_BYTES
+        or size * work.schedule.route.send_counts[-1] < LEAST_HIDDEN_BYTES
         or work.engine.name not in ("triton", "torch")
     ):
         return [_ALL]

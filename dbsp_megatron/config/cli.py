@@ -37,6 +37,7 @@ TRAIN_ALIASES = {
     "--profile": "--run.profile",
     "--tensor-parallel-size": "--parallel.tensor_parallel_size",
     "--pipeline-parallel-size": "--parallel.pipeline_parallel_size",
+    "--virtual-pipeline-parallel-size": "--parallel.virtual_pipeline_parallel_size",
     "--wandb": "--wandb.mode",
     "--skip-bad-data": "--data.skip_bad_data",
 }

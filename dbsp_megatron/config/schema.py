@@ -98,6 +98,14 @@ class TrainConfig:
                 f"train.micro_batch_size={self.train.micro_batch_size}, got {self.train.global_batch_size}; "
                 f"use {-(-self.train.global_batch_size // unit) * unit}, or more sequence-parallel ranks"
             )
+        rounds, pp = self.train.global_batch_size // unit, self.parallel.pipeline_parallel_size
+        if self.parallel.virtual_pipeline_parallel_size > 1 and rounds % pp:
+            raise ValueError(
+                f"train.global_batch_size must give each data-parallel rank a multiple of "
+                f"parallel.pipeline_parallel_size={pp} micro-batches with parallel.virtual_pipeline_parallel_size > 1, "
+                f"got {self.train.global_batch_size}, which gives {rounds}; use {unit * pp * -(-rounds // pp)}, or "
+                "parallel.virtual_pipeline_parallel_size=1"
+            )
         return ResolvedRun(
             mesh=mesh,
             strategy=self.sp.strategy,
@@ -261,8 +269,10 @@ def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
             raise ValueError(
                 f"parallel.tensor_parallel_size={tp} must divide {what}={value} of model={name}; use a smaller size"
             )
-    if model.num_attention_layers % pp:
+    vp = parallel.virtual_pipeline_parallel_size
+    if model.num_attention_layers % (pp * vp):
+        virtual = f" * parallel.virtual_pipeline_parallel_size={vp}" if vp > 1 else ""
         raise ValueError(
-            f"parallel.pipeline_parallel_size={pp} must divide the {model.num_attention_layers} layers of "
+            f"parallel.pipeline_parallel_size={pp}{virtual} must divide the {model.num_attention_layers} layers of "
             f"model={name}; use a smaller size"
         )

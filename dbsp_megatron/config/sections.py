@@ -98,6 +98,9 @@ class LoopConfig:
     """Steps between checkpoints; 0 writes one at the end only."""
     keep_last: int = 2
     """Checkpoints to keep; 0 writes none, for measurements: such a run cannot go on after its end."""
+    checkpoint_format: Literal["native", "torch_dist"] = "native"
+    """Format to save in: safetensors, or that of megatron-core's `dist_checkpointing` (engine megatron only). Runs go
+    on from either, on any engine."""
     async_checkpoint: bool = False
     """Copy the state to host memory and write it while training goes on; each rank copies what it writes."""
     log_every: int = 1
@@ -122,6 +125,13 @@ class LoopConfig:
         require(self.seed >= -1, "train.seed", ">= 0, or -1 for a random one", self.seed)
         require(self.grad_clip >= 0, "train.grad_clip", ">= 0", self.grad_clip, "0 means no clipping")
         require(0 <= self.ema_decay < 1, "train.ema_decay", "in [0, 1)", self.ema_decay, "0 keeps no average")
+        require(
+            self.checkpoint_format == "native" or self.engine == "megatron",
+            "train.checkpoint_format",
+            f"native with train.engine={self.engine}",
+            self.checkpoint_format,
+            "torch_dist is megatron-core's format: use train.engine=megatron (any engine reads it)",
+        )
         require(self.timestep_shift > 0, "train.timestep_shift", "> 0", self.timestep_shift, "1.0 means no shift")
         require(self.timeout_s > 0, "train.timeout_s", "> 0", self.timeout_s)
         require(math.isfinite(self.logit_mean), "train.logit_mean", "finite", self.logit_mean)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dbsp_megatron.block_mask import BlockMask, num_blocks
 from dbsp_megatron.kernels.block_pool import block_means
+from dbsp_megatron.kernels.probe_attention import probe_attention
 from dbsp_megatron.masks.head_order import HeadOrders
-from dbsp_megatron.masks.probe import merge_probes, partial_attention, probe_places
+from dbsp_megatron.masks.probe import merge_probes, probe_places
 from dbsp_megatron.masks.summary import BlockSummary, Needs, summarize
 from dbsp_megatron.masks.tile_order import TokenGrid, Tokens
 
@@ -150,7 +151,7 @@ class MaskMethod(ABC):
                 places = probe_places(needs.probe_rows, seqlen, layer, step, q.device)
                 tokens = probe_tokens(places, torch.arange(seqlen, device=q.device), seqlen, grid)
                 allowed = self.candidates(*tokens, layer, step)
-                part = partial_attention(q[:, places], k, v, allowed, scale)
+                part = probe_attention(q[:, places], k, v, allowed, scale)
                 q_summary = replace(q_summary, probe_errors=merge_probes(part[None], (batch, heads), needs, v.shape[3]))
             rows = self.predict(q_summary, k_summary, layer, step, grid)
         return BlockMask(rows.contiguous(), block_size, block_size, seqlen, seqlen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,14 +64,16 @@ class SparseVideoGenMask(StaticMask):
         tokens = q.grid.num_tokens
         # A band of half-width w holds 1 - (1 - w / n)^2 of n x n pairs.
         width = tokens * (1 - (1 - self.density) ** 0.5)
-        spatial = (q.raster - k.raster).abs() < max(1.0, width)
-        own, other = (x.position * x.grid.frames + x.frame for x in (q, k))
-        temporal = (own - other).abs() < max(1.0, width)
+        # The largest integer below the width.
+        reach = math.ceil(max(1.0, width)) - 1
+        spatial = _near(q.raster, k.raster, reach)
+        temporal = _near(*(x.position * x.grid.frames + x.frame for x in (q, k)), reach)
         return torch.stack([spatial, temporal]) | (k.frame < self.sink_frames)
 
     def candidates(self, q: Tokens, k: Tokens, layer: int, step: int) -> Tensor:
         """See `MaskMethod.candidates`."""
-        return self.pairs(q, k) | q.is_text | k.is_text
+        # Text keys are of frame -1, which lies before any number of first frames.
+        return self.pairs(q, k) | q.is_text
 
     def predict(
         self,
@@ -85,3 +88,8 @@ class SparseVideoGenMask(StaticMask):
         errors = q_summary.field("probe_errors")
         is_temporal = errors[..., 1] < errors[..., 0] * (1 - _MARGIN)
         return torch.where(is_temporal[..., None, None], temporal, spatial)
+
+
+def _near(own: Tensor, other: Tensor, reach: int) -> Tensor:
+    """Which integers `other` [1, s] are at most `reach` from `own` [n, 1], bool [n, s]; no difference is stored."""
+    return (other >= own - reach) & (other <= own + reach)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbsp_megatron.plan.calibration import Calibration
-from dbsp_megatron.plan.chunk_time import best_num_chunks, most_chunks, pipelined_us
+from dbsp_megatron.plan.chunk_time import best_num_chunks, most_chunks, pipelined_us, tail_us
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
 from dbsp_megatron.plan.partition import PartitionPlan
 from dbsp_megatron.plan.prediction import Prediction
@@ -156,9 +156,11 @@ class LatencyModel:
         )
         num_ring_hops = (plan.ring_degree - 1) + (plan.ring_degree if backward and plan.ring_degree > 1 else 0)
         exchanged, computed = all_to_all + exchange, ring.compute_us + ring.exposed_us
+        rows = int(plan.rows.max(initial=0)) * self.shape.batch_size
+        tail = tail_us(computed, rows, self.calibration.num_multiprocessors)
         if num_chunks is None:
-            num_chunks = self._chunks(plan, exchanged, computed, backward, traffic)
-        hidden = exchanged + computed - pipelined_us(exchanged, computed, num_chunks) if num_chunks > 1 else 0.0
+            num_chunks = self._chunks(plan, exchanged, computed, tail, backward, traffic)
+        hidden = exchanged + computed - pipelined_us(exchanged, computed, num_chunks, tail) if num_chunks > 1 else 0.0
         notes = [note for note in (rate.note, self.calibration.note) if note]
         return Prediction(
             direction=direction,
@@ -219,7 +221,13 @@ class LatencyModel:
         return all_to_all + (max(compute, hop) * (ring - 1) + compute) * plan.imbalance_paper
 
     def _chunks(
-        self, plan: PartitionPlan, exchange_us: float, ring_us: float, backward: bool, traffic: PlanTraffic
+        self,
+        plan: PartitionPlan,
+        exchange_us: float,
+        ring_us: float,
+        tail: float,
+        backward: bool,
+        traffic: PlanTraffic,
     ) -> int:
         """Chunks of heads of a plan whose pass takes so long."""
         if plan.ulysses_degree == 1 or self.num_chunks == 1:
@@ -229,7 +237,7 @@ class LatencyModel:
             return min(self.num_chunks, num_kv_heads)
         if backward:
             return self.predict(plan, traffic=traffic).num_chunks
-        return best_num_chunks(exchange_us, ring_us, most_chunks(plan.ulysses_degree, num_kv_heads))
+        return best_num_chunks(exchange_us, ring_us, most_chunks(plan.ulysses_degree, num_kv_heads), tail)
 
     def _compute(self, plan: PartitionPlan, rate: KernelRate, tails: IntArray | None) -> FloatArray:
         """Kernel microseconds float64 [U, R, steps]."""

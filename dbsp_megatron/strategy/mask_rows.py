@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dbsp_megatron.attention.exchange import Traffic
+from dbsp_megatron.kernels.probe_attention import probe_attention
 from dbsp_megatron.masks import BlockSummary, MaskMethod, Needs
 from dbsp_megatron.masks.base import probe_tokens
-from dbsp_megatron.masks.probe import merge_probes, partial_attention, probe_places, take_rows
+from dbsp_megatron.masks.probe import merge_probes, probe_places, take_rows
 from dbsp_megatron.masks.summary import summarize
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.layout import TokenLayout
@@ -160,5 +161,5 @@ def _probe(
         fault = f"mask method {method.describe()} raised {type(error).__name__}: {error}"
         allowed = torch.ones(shape, dtype=torch.bool, device=call.q.device)
     rows = exchange.parts(take_rows(call.q, places.positions, sampled)).sum(0)
-    parts = exchange.parts(partial_attention(rows, call.k, call.v, allowed, call.scale))
+    parts = exchange.parts(probe_attention(rows, call.k, call.v, allowed, call.scale))
     return merge_probes(parts, (call.q.shape[0], call.q.shape[2]), needs, call.v.shape[3]), fault

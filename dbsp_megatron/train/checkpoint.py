@@ -1,19 +1,15 @@
-"""Checkpoints that hold no pickles, are whole or absent, and load under any number of ranks.
+"""Checkpoints that hold no pickles of code, are whole or absent, and load under any number of ranks.
 
-A checkpoint is a folder `step_00000010`: tensors in safetensors files, written by torch.distributed.checkpoint, each
-tensor once, whichever rank writes it; everything else in `state.json`; sizes and SHA-256 of all files in
-`manifest.json`. It is written under another name and renamed when complete.
+Two formats share folder, `state.json` and manifest (`checkpoint_folder.py`). `native`: tensors in safetensors files,
+written by torch.distributed.checkpoint, each tensor once, whichever rank writes it. `torch_dist`: what megatron-core's
+`dist_checkpointing` writes (`engines/megatron_checkpoint.py`). Which one a folder is shows in the folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
-import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +19,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.logging import get_logger
+from dbsp_megatron.train import torch_dist
+from dbsp_megatron.train.checkpoint_folder import (
+    FORMAT_VERSION,
+    MANIFEST,
+    STATE,
+    begin,
+    find_fault,
+    is_checkpoint_name,
+    list_checkpoints,
+    move_aside,
+    publish,
+)
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.state import StateTensor, hand_out, owned, turns
-
-FORMAT_VERSION = 1
-_FOLDER = re.compile(r"step_(\d{8})")
-_MANIFEST = "manifest.json"
-_STATE = "state.json"
+from dbsp_megatron.train.torch_dist import StoredTensor
 
 logger = get_logger(__name__)
 
@@ -43,6 +46,24 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+
+    @property
+    def is_torch_dist(self) -> bool:
+        """Whether megatron-core's `dist_checkpointing` wrote the tensors."""
+        return torch_dist.is_format_of(self.path)
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """What tensors there are, by the names of `Engine.state`."""
+        if self.is_torch_dist:
+            return torch_dist.stored_tensors(self.path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            metadata = dcp.HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata
+        return {
+            name: StoredTensor(name, tuple(entry.size), entry.properties.dtype)
+            for name, entry in metadata.items()
+            if isinstance(entry, dcp.TensorStorageMetadata)
+        }
 
     def load_tensors(
         self,
@@ -64,31 +85,49 @@ class Checkpoint:
         Raises:
             ValueError: a name or shape is not in the checkpoint.
         """
-        split = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
-        wanted: dict[str, Tensor] = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+        present = self.present(tensors, world, may_differ)
+        split = [name for name in present if not isinstance(tensors[name], Tensor)]
+        mine = {name: torch.empty(tensors[name].shape) for name in turns(split, group)}
+        wanted: dict[str, Tensor] = mine | {name: t for name in present if isinstance(t := tensors[name], Tensor)}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                reader = dcp.HuggingFaceStorageReader(str(self.path))
-                stored = reader.read_metadata().state_dict_metadata
-                lacking = [name for name in tensors if name not in stored and may_differ(name)]
-                split = [name for name in split if name not in lacking]
-                mine = {name: torch.empty(tensors[name].shape) for name in turns(split, group)}
-                wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking} | mine
-                dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+                if self.is_torch_dist:
+                    reader: dcp.StorageReader = torch_dist.Reader(self.path)
+                else:
+                    reader = dcp.HuggingFaceStorageReader(str(self.path))
+                by_key = {present[name]: tensor for name, tensor in wanted.items()}
+                dcp.load(by_key, storage_reader=reader, no_dist=world.size == 1)
         except (dcp.CheckpointException, RuntimeError, ValueError, AssertionError) as error:
-            reason = str(error).strip().splitlines()
-            raise ValueError(
-                f"{self.path} does not fit this model: {reason[-1] if reason else type(error).__name__}; "
-                "use the model configuration it was written with"
-            ) from error
+            raise self.misfit(error) from error
         hand_out(tensors, mine, group, split, world.device)
-        kinds = {name.split(".")[0] for name in tensors}
-        unused = [name for name in stored if name not in tensors and may_differ(name) and name.split(".")[0] in kinds]
+
+    def misfit(self, error: BaseException) -> ValueError:
+        """What to raise where the tensors are not those of the model."""
+        reason = str(error).strip().splitlines()
+        return ValueError(
+            f"{self.path} does not fit this model: {reason[-1] if reason else type(error).__name__}; "
+            "use the model configuration it was written with"
+        )
+
+    def present(self, names: Iterable[str], world: World, may_differ: Callable[[str], bool]) -> dict[str, str]:
+        """Key in the files by name, for those of `names` that are to be read; says in one line each what differs.
+
+        Args:
+            names: what a model asks for.
+            world: all ranks, of which the first logs.
+            may_differ: as of `load_tensors`.
+        """
+        stored, names = self.stored(), list(names)
+        lacking = [name for name in names if name not in stored and may_differ(name)]
+        kinds = {name.split(".")[0] for name in names}
+        asked = set(names)
+        unused = [name for name in stored if name not in asked and may_differ(name) and name.split(".")[0] in kinds]
         if lacking and world.is_main:
             logger.warning("%s lacks %s: they keep their initial values", self.path, _name_some(lacking))
         if unused and world.is_main:
             logger.warning("%s also holds %s, which this model has no place for", self.path, _name_some(unused))
+        return {name: stored[name].key if name in stored else name for name in names if name not in lacking}
 
 
 def _name_some(names: list[str]) -> str:
@@ -121,13 +160,7 @@ def save_checkpoint(
     """
     whole = {key: tensor.detach() for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     whole |= owned(tensors, group, [key for key in tensors if key not in whole])
-    name = f"step_{step:08d}"
-    final, partial = folder / name, folder / f".partial-{name}"
-    if world.is_main:
-        for left in folder.glob(".partial-step_*"):  # of processes that died while they wrote
-            shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
+    partial = begin(folder, step, world)
     with warnings.catch_warnings():
         # One process without a process group is a supported case, not a mistake to warn about.
         warnings.simplefilter("ignore", UserWarning)
@@ -140,34 +173,9 @@ def save_checkpoint(
             )
         except dcp.CheckpointException as error:
             reason = next((str(cause[0]) for cause in error.failures.values()), type(error).__name__)
-            raise OSError(f"cannot write the checkpoint {final}: {reason}") from error
-    if world.is_main:
-        _write_json(partial / _STATE, {"format_version": FORMAT_VERSION, "step": step, **state})
+            raise OSError(f"cannot write the checkpoint of step {step} in {folder}: {reason}") from error
     world.barrier()
-    files = sorted(path.name for path in partial.iterdir())
-    entries = _over_ranks(files, lambda file: _describe(partial / file), world)
-    if world.is_main:
-        _write_json(partial / _MANIFEST, {"files": entries})
-        _sync_folder(partial)
-        replaced = folder / f".replaced-{name}"
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(partial, final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        write_text(folder / "latest", name + "\n")
-        _sync_folder(folder)
-        for old in list_checkpoints(folder)[keep_last:]:
-            shutil.rmtree(old)
-    world.barrier()
-    return final
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoint folders, newest first; half-written ones have another name."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    return publish(folder, step, state, world, keep_last=keep_last)
 
 
 def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> Checkpoint | None:
@@ -185,32 +193,25 @@ def find_checkpoint(folder: Path, world: World, *, set_aside: bool = False) -> C
         ValueError: there are checkpoints but none is intact.
     """
     names = world.broadcast([str(path) for path in list_checkpoints(folder)] if world.is_main else None)
-    refused: list[Path] = []
+    refused: dict[Path, str] = {}
     for name in names:
         fault = _fault(Path(name), world)
         if fault is None:
             if set_aside and world.is_main:
                 for path in refused:
-                    _move_aside(path)
+                    move_aside(path)
             world.barrier()
             return _read(Path(name))
-        refused.append(Path(name))
+        refused[Path(name)] = fault
         if world.is_main:
             logger.warning("checkpoint refused: %s: %s", name, fault)
     if names:
+        newest, fault = next(iter(refused.items()))
         raise ValueError(
-            f"run.resume: none of the {len(names)} checkpoints in {folder} is intact; restore one, "
-            "or move the folder away to start anew"
+            f"run.resume: none of the {len(names)} checkpoints in {folder} is intact ({newest.name}: {fault}); "
+            "restore one, or move the folder away to start anew"
         )
     return None
-
-
-def _move_aside(path: Path) -> None:
-    number = 0
-    while (target := path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))).exists():
-        number += 1
-    os.rename(path, target)
-    logger.warning("%s is kept as %s", path, target.name)
 
 
 def open_checkpoint(path: Path, world: World) -> Checkpoint:
@@ -219,11 +220,13 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
     Raises:
         ValueError: `path` holds no intact checkpoint.
     """
-    is_single = world.broadcast((path / _MANIFEST).exists() or _FOLDER.fullmatch(path.name) is not None)
+    is_single = world.broadcast((path / MANIFEST).exists() or is_checkpoint_name(path.name))
     if is_single:
         fault = _fault(path, world)
         if fault is not None:
-            raise ValueError(f"checkpoint refused: {path}: {fault}")
+            raise ValueError(
+                f"checkpoint refused: {path}: {fault}; restore it from a copy, or choose another checkpoint"
+            )
         return _read(path)
     found = find_checkpoint(path, world) or find_checkpoint(path / "checkpoints", world)
     if found is None:
@@ -232,67 +235,17 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
 
 
 def _fault(path: Path, world: World) -> str | None:
-    """Why a checkpoint cannot be used, agreed by all ranks; None if it is intact."""
-    expected: Any = None
-    fault = None
-    if world.is_main:
-        try:
-            expected = json.loads((path / _MANIFEST).read_text())["files"]
-            if _STATE not in expected:
-                fault = f"{_MANIFEST} does not list {_STATE}"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fault = f"{_MANIFEST} is missing or unreadable ({type(error).__name__})"
-    expected, fault = world.broadcast((expected, fault))
-    if fault is not None:
-        return str(fault)
-    verdicts = _over_ranks(sorted(expected), lambda file: _compare(path / file, expected[file]), world)
-    return next((verdict for verdict in verdicts.values() if verdict is not None), None)
-
-
-def _compare(path: Path, entry: Mapping[str, Any]) -> str | None:
-    if not path.is_file():
-        return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        return f"{path.name} has {size} bytes, the manifest says {entry['bytes']}"
-    if _describe(path)["sha256"] != entry["sha256"]:
-        return f"{path.name} does not have the SHA-256 of the manifest"
-    return None
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
-
-
-def _over_ranks(files: list[str], work: Callable[[str], Any], world: World) -> dict[str, Any]:
-    """Apply `work` to each file on one rank and give all ranks all results: hashing is the slow part."""
-    mine = {file: work(file) for file in files[world.rank :: world.size]}
-    return {file: value for part in world.gather(mine) for file, value in part.items()}
+    """Why a checkpoint cannot be used, agreed by all ranks; None if it is intact, and data only."""
+    fault = find_fault(path, world)
+    if fault is not None or not torch_dist.is_format_of(path):
+        return fault
+    found: str | None = world.broadcast(torch_dist.find_code(path) if world.is_main else None)
+    return found
 
 
 def _read(path: Path) -> Checkpoint:
-    state = json.loads((path / _STATE).read_text())
+    state = json.loads((path / STATE).read_text())
     if state.get("format_version") != FORMAT_VERSION:
         found = state.get("format_version")
         raise ValueError(f"{path} has format version {found}, this version of dbsp_megatron reads {FORMAT_VERSION}")
     return Checkpoint(path=path, step=state["step"], state=state)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Make renames inside a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,44 @@ from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.state import StateTensor, owned
 
 
-class CheckpointWriter:
-    """Saves what it is given; as a context it waits, at the end, for what is being written.
+class CheckpointWriter(ABC):
+    """Saves what it is given; as a context it waits, at the end, for what is being written."""
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self.abandon()
+
+    @abstractmethod
+    def save(self, folder: Path, step: int, tensors: Mapping[str, StateTensor], state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `step`, or begin to; collective.
+
+        Raises:
+            OSError: it cannot be written, or the one before, which was written in the background, could not.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until nothing is being written; collective.
+
+        Raises:
+            OSError: the checkpoint could not be written.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Called where training failed, so that ranks cannot wait for one another."""
+
+    def poll(self) -> None:  # noqa: B027 - most writers have nothing to do here
+        """Called after each step: publish what has been written meanwhile; collective."""
+
+
+class NativeWriter(CheckpointWriter):
+    """Writes format `native`.
 
     In the background, ranks meet in a process group of their own, so that writing never takes part in a collective of
     the training. What is half written when a process dies is under another name, as always.
@@ -35,22 +72,14 @@ class CheckpointWriter:
         if background and world.size > 1:
             self._world = dataclasses.replace(world, group=dist.new_group(backend="gloo"))
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        if kind is None:
-            self.wait()
-        elif self._thread is not None:
+    def abandon(self) -> None:
+        """See `CheckpointWriter.abandon`."""
+        if self._thread is not None:
             # Ranks that failed may never come to the end of the writing; the error in flight is the one to show.
             self._thread.join(timeout=60)
 
     def save(self, folder: Path, step: int, tensors: Mapping[str, StateTensor], state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`, or begin to; collective.
-
-        Raises:
-            OSError: it cannot be written, or the one before, which was written in the background, could not.
-        """
+        """See `CheckpointWriter.save`."""
         if not self._background:
             save_checkpoint(folder, step, tensors, state, self._world, keep_last=self._keep_last, group=self._group)
             return
@@ -68,11 +97,7 @@ class CheckpointWriter:
             self._error = error
 
     def wait(self) -> None:
-        """Until nothing is being written.
-
-        Raises:
-            OSError: the checkpoint could not be written.
-        """
+        """See `CheckpointWriter.wait`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

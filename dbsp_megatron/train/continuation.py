@@ -26,6 +26,7 @@ _FREE_KEYS = frozenset(
     "train.engine",
     "train.compile",
     "train.async_checkpoint",
+    "train.checkpoint_format",
     "train.log_every",
     "train.eval_every",
     "train.check",

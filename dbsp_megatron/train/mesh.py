@@ -121,7 +121,7 @@ def megatron_mesh(world: World, mesh: ResolvedMesh, parallel: ParallelConfig) ->
         )
     _agree_on_sizes(world, mesh.sp_size, parallel, problem)
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    _initialize_megatron(mesh, tp_size, pp_size)
+    _initialize_megatron(mesh, tp_size, pp_size, parallel.virtual_pipeline_parallel_size)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     dp_size = world.size // (tp_size * mesh.sp_size * pp_size)
     fault = _wrong_order(world.rank, groups, _rank_lists(tp_size, mesh.sp_size, dp_size, pp_size))
@@ -153,7 +153,7 @@ def _agree_on_sizes(world: World, sp_size: int, parallel: ParallelConfig, proble
     agree("making process groups", problem, {"parallel sizes": sizes}, _all_ranks(world))
 
 
-def _initialize_megatron(mesh: ResolvedMesh, tp_size: int, pp_size: int) -> None:
+def _initialize_megatron(mesh: ResolvedMesh, tp_size: int, pp_size: int, vp_size: int) -> None:
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():
@@ -163,6 +163,7 @@ def _initialize_megatron(mesh: ResolvedMesh, tp_size: int, pp_size: int) -> None
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp_size,
             pipeline_model_parallel_size=pp_size,
+            virtual_pipeline_model_parallel_size=vp_size if vp_size > 1 else None,
             context_parallel_size=mesh.sp_size,
             create_gloo_process_groups=False,
             **levels,
@@ -170,6 +171,11 @@ def _initialize_megatron(mesh: ResolvedMesh, tp_size: int, pp_size: int) -> None
     for name, found, wanted in (
         ("tensor_model_parallel_size", parallel_state.get_tensor_model_parallel_world_size(), tp_size),
         ("pipeline_model_parallel_size", parallel_state.get_pipeline_model_parallel_world_size(), pp_size),
+        (
+            "virtual_pipeline_model_parallel_size",
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            vp_size,
+        ),
         ("context_parallel_size", parallel_state.get_context_parallel_world_size(), mesh.sp_size),
     ):
         if found != wanted:

@@ -23,13 +23,8 @@ from dbsp_megatron.models.dit.pointwise import compile_pointwise
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.batches import ClipLoader, ContextSource, DrawnBatch, StepBatches, count_training_clips
-from dbsp_megatron.train.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-)
-from dbsp_megatron.train.checkpoint_writer import CheckpointWriter
+from dbsp_megatron.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.continuation import check_continuation, resolve_seed, run_lock
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines import StepWork, build_engine
@@ -81,6 +76,7 @@ class Trainer:
             sp=self.sp,
             pg_collection=self.mesh.model_groups,
             sequence_parallel=config.parallel.sequence_parallel,
+            vp_size=config.parallel.virtual_pipeline_parallel_size,
         ).to(world.device)
         add_lora(module, config.lora)
         if loop.compile:
@@ -102,9 +98,7 @@ class Trainer:
         self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
         self._batches = StepBatches(self.loader, self.plan, loop, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size)
         self._clock = StepClock()
-        self._writer = CheckpointWriter(
-            world, self.mesh.stage_group, keep_last=loop.keep_last, background=loop.async_checkpoint
-        )
+        self._writer = self.engine.checkpoint_writer(loop, world, self.mesh)
         self.steps_done = 0
         self._last_saved = -1
         if checkpoint is not None:
@@ -164,6 +158,7 @@ class Trainer:
             while self.steps_done < config.train.steps:
                 with profiler.step(self.steps_done + 1):
                     row, stopping = self._train_step(stop, batches)
+                self._writer.poll()
                 if logged := self._is_logged(self.steps_done):
                     # Before the evaluation, which attends to other clips.
                     report.add_layers(self.steps_done)
@@ -332,7 +327,7 @@ class Trainer:
         self._last_saved = self.steps_done
 
     def _load_from(self, checkpoint: Checkpoint, tensors: dict[str, StateTensor]) -> None:
-        checkpoint.load_tensors(tensors, self.world, may_differ=_may_differ, group=self.mesh.stage_group)
+        self.engine.fill(checkpoint, tensors, self.world, self.mesh, may_differ=_may_differ)
         self.engine.loaded()
 
     def _start_from(self, checkpoint: Checkpoint) -> None:

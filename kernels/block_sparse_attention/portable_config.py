@@ -87,7 +87,7 @@ def tile_config(
         m, n = _largest_tile(block_size_q, 32), _largest_tile(block_size_k, 32)
         return TileConfig(block_m=m, block_n=n, num_warps=4, num_stages=1)
     entry = _HOPPER.get((padded_dim(head_dim), block_size_q, block_size_k, which))
-    if entry is not None and (device.type != "cuda" or _is_large(device)):
+    if entry is not None and (device.type != "cuda" or is_large(device)):
         return entry
     limit = 64 if which == "forward" else 32
     m, n = _largest_tile(block_size_q, 64), _largest_tile(block_size_k, limit)
@@ -100,7 +100,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 @cache
-def _is_large(device: torch.device) -> bool:
+def is_large(device: torch.device) -> bool:
     """Whether the device has the shared memory of a Hopper GPU: NVIDIA, compute capability 9 or 10."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 

@@ -47,7 +47,11 @@ def _run(
         blocks[:, 0] &= step == 0
         sp.begin_step(step)
         mask = BlockMask(blocks, BLOCK, BLOCK, SEQLEN, SEQLEN)
-        with nan_filled_memory(), patch.object(ring, "_LEAST_BYTES", 0), patch.object(engine, "backward", backward):
+        with (
+            nan_filled_memory(),
+            patch.object(ring, "LEAST_HIDDEN_BYTES", 0),
+            patch.object(engine, "backward", backward),
+        ):
             got = sharded_gradients(sp, inputs, mask, BLOCK)
         want = attention_gradients(*inputs[:3], expand_blocks(blocks, BLOCK, BLOCK, SEQLEN, SEQLEN), inputs[3])
         check(got, want, FP32_ATOL, f"rank {rank}, step {step}")
@@ -103,7 +107,7 @@ def _order(rank: int, world_size: int) -> list[str]:
         return wait(self)
 
     with (
-        patch.object(ring, "_LEAST_BYTES", 0),
+        patch.object(ring, "LEAST_HIDDEN_BYTES", 0),
         patch.object(engine, "backward", backward),
         patch.object(PeerSwap, "__init__", begun),
         patch.object(PeerSwap, "wait", waited),

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.gpu
 
 GRID = (3, 4, 67)
 """Frames of 268 tokens: in blocks of 64 the last one is short."""
-# fp32 products of a card in another order than the CPU's, through four layers.
-SINGLE = 2e-5
-# As far from fp32 as the CPU is in bf16, with other roundings.
-HALF_FACTOR = 2.0
+# Some gradients of these small models are differences of nearly equal numbers: the CPU itself is off by up to a tenth of
+# them in fp32. A card may be off as far as the CPU is in the same precision, with other roundings.
+FACTOR = 4.0
+LEAST = {False: 2e-5, True: 4e-3}
 
 
 def _to_cuda(given: dict[str, Any]) -> dict[str, Any]:
@@ -75,13 +75,10 @@ def test_axial_models_on_cuda_equal_the_cpu(name: str, head_dim: int, sparse: bo
     # The masks of the CPU and the card must be the same: all blocks but for the method's own choice in the last test.
     if sparse:
         given["sparse"] = SparseAttention(method=TopKMask(density=1.0), block_size=64)
-    want, wanted = reference(config, given, weights, torch.float32)
-    errors = _errors(*_run(config, given, weights, "cuda", half), want, wanted, 1e-3)
-    if half:
-        plain = _errors(*_run(config, given, weights, "cpu", True), want, wanted, 1e-3)
-        bounds = {key: HALF_FACTOR * error + 4e-3 for key, error in plain.items()}
-    else:
-        bounds = dict.fromkeys(errors, SINGLE)
+    exact = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in given.items()}
+    want, wanted = reference(config, exact, weights.double(), torch.float64)
+    errors, plain = (_errors(*_run(config, given, weights, x, half), want, wanted, 1e-3) for x in ("cuda", "cpu"))
+    bounds = {key: FACTOR * error + LEAST[half] for key, error in plain.items()}
     assert not {key: (error, bounds[key]) for key, error in errors.items() if not error <= bounds[key]}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dbsp_megatron.train.checkpoint import list_checkpoints, open_checkpoint
+from dbsp_megatron.train.checkpoint import open_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from tests.harness import run_ranks
 from tests.integration.engine_runs import Case, spread_weights
 from tests.integration.training import make_config, make_trainer, this_world, whole_state, with_run

@@ -27,6 +27,7 @@ class DiTBlock(TransformerBlock):
         recompute: `full` computes each layer again in the backward pass, `selective` all of it but the attention of
             tokens.
         pg_collection: Process groups.
+        vp_stage: Megatron's virtual pipeline stage.
     """
 
     def __init__(
@@ -36,8 +37,11 @@ class DiTBlock(TransformerBlock):
         *,
         recompute: Recompute,
         pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config=config, spec=spec, post_layer_norm=False, pg_collection=pg_collection)
+        super().__init__(
+            config=config, spec=spec, post_layer_norm=False, pg_collection=pg_collection, vp_stage=vp_stage
+        )
         self.recompute = recompute
 
     def forward(self, hidden_states: Tensor, conditioning: Conditioning, **_: Any) -> Tensor:

@@ -25,7 +25,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def dit_transformer_config(
-    dit: DiTConfig, pg_collection: ProcessGroupCollection, sp_size: int, *, sequence_parallel: bool = False
+    dit: DiTConfig,
+    pg_collection: ProcessGroupCollection,
+    sp_size: int,
+    *,
+    sequence_parallel: bool = False,
+    vp_size: int = 1,
 ) -> TransformerConfig:
     """Megatron's config for a DiT.
 
@@ -34,6 +39,7 @@ def dit_transformer_config(
         pg_collection: Process groups; `tp` may be None.
         sp_size: Ranks that share a sequence.
         sequence_parallel: Megatron's: tensor-parallel ranks share out the tokens between their matrices.
+        vp_size: Virtual stages of each pipeline rank.
 
     Raises:
         ValueError: If heads, channels or layers cannot be split over the ranks.
@@ -51,9 +57,10 @@ def dit_transformer_config(
                 "Use a smaller tensor-parallel size; sequence parallelism has no such rule"
             )
     pp_size = group_size(getattr(pg_collection, "pp", None))
-    if dit.num_attention_layers % pp_size:
+    if dit.num_attention_layers % (pp_size * vp_size):
+        virtual = f" times {vp_size} virtual stages" if vp_size > 1 else ""
         raise ValueError(
-            f"num_layers + num_single_layers must be divisible by the pipeline-parallel size {pp_size}; got "
+            f"num_layers + num_single_layers must be divisible by the pipeline-parallel size {pp_size}{virtual}; got "
             f"{dit.num_attention_layers}. Use a smaller pipeline-parallel size"
         )
     if sequence_parallel and (dit.text == "dual_stream" or dit.coarse_branch):
@@ -77,6 +84,10 @@ def dit_transformer_config(
         tensor_model_parallel_size=tp_size,
         context_parallel_size=sp_size,
         pipeline_model_parallel_size=pp_size,
+        virtual_pipeline_model_parallel_size=vp_size if vp_size > 1 else None,
+        # With two ranks, the next one is the one before, too: batches of messages would be taken for one another.
+        overlap_p2p_comm=vp_size > 1,
+        batch_p2p_comm=vp_size == 1,
         sequence_parallel=sequence_parallel,
         pipeline_dtype=torch.float32,
         # Ranks of a sequence may hold unequal numbers of tokens, so stages tell one another how many come.

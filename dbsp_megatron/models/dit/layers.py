@@ -45,12 +45,17 @@ def _build_mlp(
     return build_module(spec, config=config, ffn_hidden_size=dit.ffn_channels, tp_group=pg_collection.tp)
 
 
-def number_in_model(config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> int:
+def number_in_model(
+    config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, vp_stage: int | None
+) -> int:
     """Number of a layer among all layers, from 1, where Megatron's block counts those of a pipeline stage.
 
     Plans, masks and schedules are kept by layer, so a layer's number must not depend on the number of stages.
     """
-    return layer_number + group_rank(pg_collection.pp) * (config.num_layers // group_size(pg_collection.pp))
+    pp_size = group_size(pg_collection.pp)
+    num_stages = pp_size * (config.virtual_pipeline_model_parallel_size or 1)
+    stage = (vp_stage or 0) * pp_size + group_rank(pg_collection.pp)
+    return layer_number + stage * (config.num_layers // num_stages)
 
 
 class DiTLayer(MegatronModule, BaseTransformerLayer):
@@ -64,7 +69,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         num_streams: 2 if text tokens in the sequence have a modulation of their own.
         norms_cross: Whether queries of the cross-attention are normed.
         pg_collection: Process groups.
-        vp_stage: Megatron's virtual pipeline stage; not used.
+        vp_stage: Megatron's virtual pipeline stage.
     """
 
     compiles = False
@@ -82,7 +87,7 @@ class DiTLayer(MegatronModule, BaseTransformerLayer):
         vp_stage: int | None = None,
     ) -> None:
         MegatronModule.__init__(self, config=config)
-        layer_number = number_in_model(config, layer_number, pg_collection)
+        layer_number = number_in_model(config, layer_number, pg_collection, vp_stage)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.attention_norm = AdaLayerNormZero(
@@ -155,7 +160,7 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
         layer_number: From 1, in this pipeline stage.
         dit: The model description.
         pg_collection: Process groups.
-        vp_stage: Megatron's virtual pipeline stage; not used.
+        vp_stage: Megatron's virtual pipeline stage.
 
     Source: HunyuanVideo (arXiv 2412.03603).
     """
@@ -173,7 +178,7 @@ class SingleStreamLayer(MegatronModule, BaseTransformerLayer):
         vp_stage: int | None = None,
     ) -> None:
         MegatronModule.__init__(self, config=config)
-        layer_number = number_in_model(config, layer_number, pg_collection)
+        layer_number = number_in_model(config, layer_number, pg_collection, vp_stage)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.norm = AdaLayerNormZero(config, dit=dit, sublayer=0, num_streams=1, tp_group=pg_collection.tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
@@ -43,6 +44,8 @@ class VideoDiT(MegatronModule):
         core_attention: Replaces the self-attention core, for tests and other attention back ends.
         sequence_parallel: Megatron's: between their matrices, tensor-parallel ranks share out the tokens. Gradients of
             parameters marked `sequence_parallel` are then to be summed over them, as `finalize_model_grads` does.
+        vp_stage: Megatron's virtual stage, the number of this one among `vp_size` models of a pipeline rank.
+        vp_size: Such models; their layers are not consecutive: see `ChunkedDiT`.
 
     Attributes:
         config: Megatron's `TransformerConfig`.
@@ -63,6 +66,8 @@ class VideoDiT(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
+        vp_stage: int = 0,
+        vp_size: int = 1,
     ) -> None:
         if type(config) is not self.described_by:
             raise ValueError(
@@ -71,7 +76,9 @@ class VideoDiT(MegatronModule):
             )
         groups = process_groups(pg_collection)
         sp_size = 1 if sp is None else sp.size
-        super().__init__(config=dit_transformer_config(config, groups, sp_size, sequence_parallel=sequence_parallel))
+        super().__init__(
+            config=dit_transformer_config(config, groups, sp_size, sequence_parallel=sequence_parallel, vp_size=vp_size)
+        )
         self.dit_config = config
         # What Megatron's schedules and gradient reduction ask a model for.
         self.model_type = ModelType.encoder_or_decoder
@@ -79,7 +86,9 @@ class VideoDiT(MegatronModule):
         self.pg_collection = groups
         self.tp_group = groups.tp
         dtype = self.config.params_dtype
-        stage, num_stages = group_rank(groups.pp), group_size(groups.pp)
+        self.vp_stage = vp_stage if vp_size > 1 else None  # for Megatron's schedules
+        stage = self._stage = vp_stage * group_size(groups.pp) + group_rank(groups.pp)
+        num_stages = self._num_stages = vp_size * group_size(groups.pp)
         self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
         self._first_layer = stage * (config.num_attention_layers // num_stages)
         self._input: Tensor | None = None
@@ -105,6 +114,7 @@ class VideoDiT(MegatronModule):
             self._own_layers(self._layer_specs(core_attention, sp)),
             recompute=config.recompute,
             pg_collection=groups,
+            vp_stage=self.vp_stage,
         )
         self.output = OutputLayer(self.config, dit=config, tp_group=groups.tp) if self.post_process else None
         self._locate = TokenLocator(
@@ -127,7 +137,7 @@ class VideoDiT(MegatronModule):
         return dit_block_spec(self.dit_config, core, sp)
 
     def _own_layers(self, spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-        count = self.dit_config.num_attention_layers // group_size(self.pg_collection.pp)
+        count = self.dit_config.num_attention_layers // self._num_stages
         return TransformerBlockSubmodules(layer_specs=(spec.layer_specs or [])[self._first_layer :][:count])
 
     def _mark_partial(self) -> None:
@@ -151,6 +161,12 @@ class VideoDiT(MegatronModule):
             parameter.pipeline_parallel = True
             parameter.shared = not self.pre_process
 
+    def share_copies(self, other: VideoDiT) -> None:
+        """Takes another model's instance of everything that each pipeline stage has a copy of."""
+        self.time_embed, self.time_proj, self.image_proj = other.time_embed, other.time_proj, other.image_proj
+        if self.dit_config.text == "cross":
+            self.text_proj = other.text_proj
+
     def global_name(self, name: str) -> str:
         """Name of a parameter in a model that is not cut into pipeline stages."""
         head, found, rest = name.partition("block.layers.")
@@ -158,6 +174,17 @@ class VideoDiT(MegatronModule):
             return name
         number, _, tail = rest.partition(".")
         return f"block.layers.{int(number) + self._first_layer}.{tail}"
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's checkpoint view: of parameters that every pipeline stage has, the first one stores its own."""
+        sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name, parameter in self.named_parameters():
+            if self._stage and getattr(parameter, "pipeline_parallel", False):
+                mine = sharded[prefix + name]
+                sharded[prefix + name] = replace(mine, replica_id=(self._stage, *mine.replica_id[1:]))
+        return sharded
 
     @property
     def _num_streams(self) -> int:

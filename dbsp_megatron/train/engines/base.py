@@ -11,6 +11,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dbsp_megatron.config.sections import LoopConfig
+from dbsp_megatron.train.checkpoint import Checkpoint
+from dbsp_megatron.train.checkpoint_writer import CheckpointWriter, NativeWriter
+from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.state import StateTensor, TensorParallelPart
 
@@ -108,6 +112,39 @@ class Engine(ABC):
         if self.ema is not None:
             self.ema.num_updates = num_steps_done
         return self.state()
+
+    def checkpoint_writer(self, loop: LoopConfig, world: World, mesh: Mesh) -> CheckpointWriter:
+        """What saves the engine's state; collective.
+
+        Args:
+            loop: says in which format, whether in the background, and how many checkpoints stay.
+            world: all ranks.
+            mesh: the groups.
+        """
+        return NativeWriter(world, mesh.stage_group, keep_last=loop.keep_last, background=loop.async_checkpoint)
+
+    def fill(
+        self,
+        checkpoint: Checkpoint,
+        tensors: dict[str, StateTensor],
+        world: World,
+        mesh: Mesh,
+        *,
+        may_differ: Callable[[str], bool],
+    ) -> None:
+        """Overwrite `tensors`, of `weights` or `prepare_load`, with those of a checkpoint; collective.
+
+        Args:
+            checkpoint: of any format, engine and layout.
+            tensors: by name.
+            world: all ranks.
+            mesh: the groups.
+            may_differ: as of `Checkpoint.load_tensors`.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
+        checkpoint.load_tensors(tensors, world, may_differ=may_differ, group=mesh.stage_group)
 
     def loaded(self) -> None:  # noqa: B027 - most engines have nothing to do here
         """Called when `state` or `weights` have been overwritten; collective."""

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig
+from dbsp_megatron.models.dit.chunks import ChunkedDiT
+from dbsp_megatron.train.checkpoint import Checkpoint
+from dbsp_megatron.train.checkpoint_writer import CheckpointWriter
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.ema import Ema
 from dbsp_megatron.train.engines.base import BatchT, Engine, ParameterNames, StepWork, sum_of_losses
 from dbsp_megatron.train.engines.frozen import FrozenMasters
+from dbsp_megatron.train.engines.megatron_checkpoint import ShardedState, TorchDistWriter
 from dbsp_megatron.train.engines.megatron_state import MegatronState
 from dbsp_megatron.train.mesh import Mesh
 from dbsp_megatron.train.optimizer import learning_rate
+from dbsp_megatron.train.state import StateTensor
 
 
 class MegatronEngine(Engine):
@@ -104,6 +109,7 @@ class MegatronEngine(Engine):
             keeps_moments=optim.name == "adamw",
             frozen=frozen,
         )
+        self._sharded = ShardedState(module, names, mesh.model_groups.dp_cp, world.device)
         self.ema: Ema | None = Ema(self._state.masters().items(), loop.ema_decay) if loop.ema_decay else None
 
     def forward_backward(self, work: StepWork[BatchT]) -> Tensor:
@@ -118,6 +124,11 @@ class MegatronEngine(Engine):
         return self._run(work, forward_only=True)
 
     def _run(self, work: StepWork[BatchT], *, forward_only: bool) -> Tensor:
+        module = self.module
+        chunks = list(module.chunks) if isinstance(module, ChunkedDiT) else [self._ddp]
+        # Interleaved schedules take as many micro-batches as there are ranks, or a multiple.
+        repeats = self._mesh.pp_size if forward_only and len(chunks) > 1 else 1
+        batches = list(work.batches) * repeats
         with ExitStack() as whole, ExitStack() as single:
             if self._mesh.pp_size > 1:
                 # 1F1B has several micro-batches under way at once; the trainer sees to it that their grids are alike.
@@ -125,6 +136,8 @@ class MegatronEngine(Engine):
 
             def forward_step(batches: Iterator[BatchT], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
                 batch = next(batches)
+                if isinstance(module, ChunkedDiT):
+                    module.active = chunks.index(model)
                 if self._mesh.pp_size == 1:
                     # The backward pass of the batch before is over by now, and with it its session.
                     single.close()
@@ -140,14 +153,14 @@ class MegatronEngine(Engine):
 
             losses = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(work.batches),
-                model=[self._ddp],
-                num_microbatches=len(work.batches),
+                data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+                model=chunks,
+                num_microbatches=len(batches),
                 seq_length=0,  # stages tell one another the lengths: `variable_seq_lengths`
                 micro_batch_size=0,
                 forward_only=forward_only,
             )
-        return sum_of_losses(losses, self._world.device)
+        return sum_of_losses(losses, self._world.device) / repeats
 
     def _finalize(self, model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
         """Megatron's `finalize_model_grads`, after the sum over copies on pipeline stages.
@@ -159,7 +172,7 @@ class MegatronEngine(Engine):
             for parameter in self.module.parameters():
                 if getattr(parameter, "pipeline_parallel", False) and parameter.requires_grad:
                     dist.all_reduce(parameter.main_grad, group=self._mesh.pp_group)  # type: ignore[attr-defined]
-        finalize_model_grads(model, num_tokens, **options)
+        finalize_model_grads([self._ddp], num_tokens, **options)
 
     def step(self, step: int) -> tuple[Tensor, float]:
         """See `Engine.step`."""
@@ -185,6 +198,33 @@ class MegatronEngine(Engine):
             tensors |= self._state.like_masters("ema", self.ema.tensors)
         return tensors
 
+    def checkpoint_writer(self, loop: LoopConfig, world: World, mesh: Mesh) -> CheckpointWriter:
+        """See `Engine.checkpoint_writer`."""
+        if loop.checkpoint_format != "torch_dist":
+            return super().checkpoint_writer(loop, world, mesh)
+        return TorchDistWriter(
+            self._sharded,
+            lambda: self._optimizer.param_groups,
+            world,
+            keep_last=loop.keep_last,
+            background=loop.async_checkpoint,
+        )
+
+    def fill(
+        self,
+        checkpoint: Checkpoint,
+        tensors: dict[str, StateTensor],
+        world: World,
+        mesh: Mesh,
+        *,
+        may_differ: Callable[[str], bool],
+    ) -> None:
+        """See `Engine.fill`."""
+        if checkpoint.is_torch_dist:
+            self._sharded.fill(checkpoint, tensors, world, may_differ)
+        else:
+            super().fill(checkpoint, tensors, world, mesh, may_differ=may_differ)
+
     def allocate(self, num_steps_done: int) -> None:
         """See `Engine.allocate`."""
         self._state.allocate(num_steps_done)
@@ -202,6 +242,6 @@ class MegatronEngine(Engine):
 def _halve_matrices(module: nn.Module) -> None:
     """Make the matrices of attention and feed-forward layers bf16, and their biases."""
     for name, part in module.named_modules():
-        if name.startswith("block.") and name.rpartition(".")[2].startswith(("linear_", "text_linear_")):
+        if ".block." in f".{name}" and name.rpartition(".")[2].startswith(("linear_", "text_linear_")):
             for parameter in part.parameters(recurse=False):
                 parameter.data = parameter.data.bfloat16()

@@ -1,4 +1,4 @@
-"""The probe: places, partial attention of any split of the keys, and errors against dense attention."""
+"""The probe: places, attention of any split of the keys, and errors against dense attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dbsp_megatron.masks import Needs, probe
-from dbsp_megatron.masks.probe import merge_probes, partial_attention, probe_places, take_rows
+from dbsp_megatron.kernels.probe_attention import naive, probe_attention
+from dbsp_megatron.masks import Needs
+from dbsp_megatron.masks.probe import merge_probes, probe_places, take_rows
 from tests.reference import attention_reference, random_qkv
 
 CPU = torch.device("cpu")
@@ -55,8 +56,8 @@ def test_errors_equal_dense_attention(kv_heads: int, at_once: int, num_parts: in
     allowed[2, 1] = False
     keys = torch.randperm(57).tensor_split(num_parts)
     keys = (*keys, torch.tensor([], dtype=torch.int64))
-    with patch.object(probe, "_WORKING_ELEMENTS", at_once):
-        parts = torch.stack([partial_attention(q[:, rows], k[:, i], v[:, i], allowed[:, :, i], 0.3) for i in keys])
+    with patch.object(naive, "_WORKING_ELEMENTS", at_once):
+        parts = torch.stack([probe_attention(q[:, rows], k[:, i], v[:, i], allowed[:, :, i], 0.3) for i in keys])
     got = merge_probes(parts, (2, 4), Needs(probe_rows=4, probe_candidates=3), 8)
     full = attention_reference(q[:, rows], k, v, None, 0.3)[0]
     for index, mask in enumerate(allowed):
@@ -71,8 +72,8 @@ def test_half_inputs_keep_the_weights_beyond_their_own_precision(dtype: torch.dt
     rows = torch.tensor([0, 4000, 8999])
     allowed = torch.rand((2, 3, 9000), generator=torch.Generator().manual_seed(2)) < 0.8
     wide = [x.double() for x in (q[:, rows], k, v)]
-    part = partial_attention(q[:, rows].float(), k, v, allowed, 0.1)
-    want = partial_attention(*wide, allowed, 0.1)
+    part = probe_attention(q[:, rows].float(), k, v, allowed, 0.1)
+    want = probe_attention(*wide, allowed, 0.1)
     assert part.dtype == torch.float32
     torch.testing.assert_close(part.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
     needs = Needs(probe_rows=3, probe_candidates=2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from dbsp_megatron.plan.calibration import reference_calibration
+from tools import sp_timeline
 from tools.sp_timeline import ChunkCosts, Machine, MeasuredLinks, StraightLinks, backward_pass, forward_pass
 
 FAST = 1e30
@@ -98,6 +100,12 @@ def test_backward_pass_sends_gradients_home_and_waits_for_them() -> None:
     costs = _costs([[[3, 4], [3, 4]]], [[[0, 2], [0, 2]]])
     # Kernels take twice as long; the gradients are fp32 and travel after the last call.
     assert backward_pass([costs], _machine()).total == pytest.approx(6 + 8 + 4)
+    with patch.object(sp_timeline, "LEAST_HIDDEN_BYTES", 4):
+        # Half of the own chunk, 3 of 6, is computed under them, and K and V travel under the other half.
+        assert backward_pass([costs], _machine()).total == pytest.approx(6 + 8 + 1)
+        # Three ranks and one message ahead: gradients have to be added before the end.
+        three = _costs([[[3, 4, 4]] * 3], [[[0, 2, 2]] * 3])
+        assert backward_pass([three], _machine(prefetch=1)).total > backward_pass([three], _machine()).total
     with pytest.raises(ValueError, match="was not measured"):
         backward_pass([_costs([[[1]]], [[[0]]], backward=None)], _machine())
 

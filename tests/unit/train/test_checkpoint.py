@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsp_megatron.train.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint, save_checkpoint
+from dbsp_megatron.train.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
+from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.distributed import World
 from tests.harness import run_ranks
 
