@@ -41,6 +41,7 @@ LAYOUT: Mapping[str, Mapping[str, Sequence[str]]] = {
         "Loss": ("train/loss", "eval/loss"),
         "Gradient norm": ("train/grad_norm",),
         "Step time (s)": ("perf/step_s",),
+        "Waiting for data (ms)": ("perf/data_ms", "perf/data_ms_max"),
         "Tokens per second": ("perf/tokens_per_s",),
         "Peak memory (GiB)": ("mem/peak_gib", "mem/peak_gib_max"),
     },

@@ -10,10 +10,22 @@ from torch import Tensor
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A host tensor on a device; the copy is ordered on the current stream and the host goes on."""
-    if device.type != "cuda" or x.device == device:
+    if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     # From pageable memory the host would wait for the copy.
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def select_to_device(x: Tensor, dim: int, index: Tensor, device: torch.device) -> Tensor:
+    """`x.index_select(dim, index)` of host tensors, on a device; the host waits for no copy.
+
+    Rows are picked on the host, into pinned memory if the device is CUDA: only they travel, and no copy of the whole is
+    pinned.
+    """
+    shape = list(x.shape)
+    shape[dim] = len(index)
+    picked = torch.empty(shape, dtype=x.dtype, pin_memory=device.type == "cuda")
+    return to_device(torch.index_select(x, dim, index, out=picked), device)
 
 
 @cache

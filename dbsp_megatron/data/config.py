@@ -16,8 +16,8 @@ class DataConfig:
     `./demo`."""
     latents: str = ""
     """Folder or glob pattern of the files that tools/encode_videos.py writes, for models of latents; they take the
-    place of `paths`, and have the sizes they were made with: of the settings below, patch_size and skip_bad_data
-    count."""
+    place of `paths`, and have the sizes they were made with: of the settings below, patch_size, skip_bad_data
+    and prefetch_batches count."""
     height: int = 64
     """Height of a clip in pixels; a multiple of patch_size[1]."""
     width: int = 64
@@ -40,6 +40,10 @@ class DataConfig:
     cache_bytes: int = 256 * 1024**2
     """Decoded clips are kept in memory up to this many bytes; 0 turns the cache off."""
 
+    prefetch_batches: int = 1
+    """Steps whose clips, noise and timesteps a thread makes ready while an earlier step runs; 0 makes them when the
+    step begins. What is trained does not depend on it. Each takes host memory for a rank's share of a global batch."""
+
     def __post_init__(self) -> None:
         self._check_paths()
         for key in ("height", "width", "num_frames", "frame_stride"):
@@ -48,6 +52,7 @@ class DataConfig:
             if getattr(self, key) is not None:
                 _check_int(key, getattr(self, key), minimum=1, remedy="give a number, or null for the default")
         _check_int("cache_bytes", self.cache_bytes, minimum=0, remedy="0 turns the cache off")
+        _check_int("prefetch_batches", self.prefetch_batches, minimum=0, remedy="0 loads when a step begins")
         if self.probe not in ("decode", "packets"):
             raise ValueError(f"data.probe must be decode or packets, got {self.probe!r}; decode is the safe choice")
         self._check_patches()

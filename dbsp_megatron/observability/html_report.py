@@ -174,7 +174,8 @@ def _loss_lines(run: RunRecord) -> list[Line]:
 
 def _loss(run: RunRecord) -> str:
     chart = line_chart(_loss_lines(run), y_label="loss (squared error)")
-    keys = ("train/loss", "eval/loss", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s")
+    keys = ("train/loss", "eval/loss", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s",
+            "perf/data_ms")  # fmt: skip
     return _side_by_side(chart, _numbers_of(run, keys))
 
 

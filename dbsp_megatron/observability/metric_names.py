@@ -48,9 +48,13 @@ _ALL = (
     _metric("train/grad_norm", "1", "Global gradient norm before clipping."),
     _metric("eval/loss", "squared error", "Loss on held-out clips, at noises and timesteps that stay the same.",
             "lower", summary="min"),
-    _metric("perf/step_s", "s", "Time of the step on rank 0, data loading included.", "lower", summary="mean"),
-    _metric("perf/tokens_per_s", "tokens/s", "Video tokens of the global batch over the time of the step.", "higher",
-            summary="mean"),
+    _metric("perf/step_s", "s", "Time of a step on rank 0, waiting for data included; mean of the steps since the last "
+            "logged one.", "lower", summary="mean"),
+    _metric("perf/tokens_per_s", "tokens/s", "Video tokens of the global batch over the time of a step; of the steps "
+            "since the last logged one.", "higher", summary="mean"),
+    _metric("perf/data_ms", "ms", "Time that a step waited for its clips, noise and timesteps on rank 0; mean of the "
+            "steps since the last logged one.", "lower", summary="mean"),
+    _metric("perf/data_ms_max", "ms", "The same of the rank that waited longest.", "lower", summary="mean"),
     _metric("perf/attention_tflops", "TFLOP/s", "Speed of rank 0 while its attention kernels run: operations of dense "
             "blocks, short last blocks counted whole, over sp/kernel_ms. All micro-batches count as the last one.",
             "higher", summary="mean"),

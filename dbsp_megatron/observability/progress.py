@@ -76,7 +76,7 @@ class ProgressBar:
 
         Args:
             step: steps done so far, counted from the run's start.
-            loss: loss of the step.
+            loss: of the last step that was read; nothing is shown before there is one.
             rho_before: imbalance of the unpartitioned mask (max / mean); nan, where nothing is planned, is not shown.
             rho_after: imbalance under the plan used.
             extra: more values to show, by name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.observability import get_logger
+from dbsp_megatron.train.checkpoint import Checkpoint
 from dbsp_megatron.train.distributed import World
 
 _FREE_SECTIONS = ("sp", "parallel", "run", "wandb")
@@ -30,6 +32,7 @@ _FREE_KEYS = frozenset(
     "train.check",
     "train.timeout_s",
     "data.cache_bytes",
+    "data.prefetch_batches",
     "data.probe",
 }
 _FIXED_KEYS = frozenset(
@@ -127,3 +130,14 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+def resolve_seed(seed: int, checkpoint: Checkpoint | None, world: World) -> int:
+    """The run's seed: as given, else the checkpoint's, else one drawn by rank 0 for all; collective."""
+    if seed >= 0:
+        if checkpoint is not None and checkpoint.state["seed"] != seed:
+            logger.warning("train.seed=%d differs from the checkpoint's %d", seed, checkpoint.state["seed"])
+        return seed
+    if checkpoint is not None:
+        return int(checkpoint.state["seed"])
+    return int(world.broadcast(random.SystemRandom().randrange(2**31)))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from dbsp_megatron.comm.transfer import select_to_device, to_device
 from dbsp_megatron.masks import MaskConfig, TokenGrid, build_mask_method, tile_order
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.strategy import SequenceParallel, TokenLayout
@@ -58,15 +59,16 @@ class ShardedModel:
         return self._placed(grid)[0]
 
     def _placed(self, grid: Grid) -> tuple[TokenLayout, Tensor, Tensor]:
-        """Layout, and which tokens of [text ; video] in raster order this rank holds: on the host, and on the device.
+        """Layout, and which tokens in raster order this rank holds: of the video, and of [text ; video] on the device.
 
-        One tensor for the whole run, by which the model knows it again.
+        The last is one tensor for the whole run, by which the model knows it again.
         """
         if grid not in self._layouts:
             layout = self.sp.layout(self._text_tokens + math.prod(grid))
             tokens = torch.cat([torch.arange(self._text_tokens), self._text_tokens + self._order(grid)])
             positions = tokens[layout.positions]
-            self._layouts[grid] = (layout, positions, positions.to(self._device))
+            video = positions[positions >= self._text_tokens] - self._text_tokens
+            self._layouts[grid] = (layout, video, positions.to(self._device))
         return self._layouts[grid]
 
     def _order(self, grid: Grid) -> Tensor:
@@ -80,12 +82,12 @@ class ShardedModel:
 
     def video_positions(self, grid: Grid) -> Tensor:
         """Indices of this rank's video tokens in the video sequence, int64 [s] on the CPU."""
-        positions = self._placed(grid)[1]
-        return positions[positions >= self._text_tokens] - self._text_tokens
+        return self._placed(grid)[1]
 
     def shard(self, tokens: Tensor, grid: Grid) -> Tensor:
         """This rank's tokens of a whole CPU tensor [B, N, C], on the device."""
-        return tokens[:, self.video_positions(grid)].to(self._device)
+        # It copies whole rows; `tokens[:, positions]` takes several times as long.
+        return select_to_device(tokens, 1, self.video_positions(grid), self._device)
 
     def relaid(self, tensors: list[Tensor], grid: Grid) -> list[Tensor]:
         """Recalibrates between steps, and gives this rank's tokens [B, s, C] of each tensor in the order from then on.
@@ -123,8 +125,8 @@ class ShardedModel:
         """Predicted velocity of this rank's tokens [B, s, C]; call inside `session`."""
         return self.module(
             x,
-            timesteps.to(self._device),
+            to_device(timesteps, self._device),
             grid=grid,
             positions=self._placed(grid)[2],
-            context=None if context is None else context.to(self._device),
+            context=None if context is None else to_device(context, self._device),
         )

@@ -10,7 +10,7 @@ import torch
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.memory import peak_memory_gib
 
-_NAMES = ("sp/kernel_ms", "sp/exposed_ms", "sp/bytes_sent", "mem/peak_gib")
+_NAMES = ("sp/kernel_ms", "sp/exposed_ms", "sp/bytes_sent", "mem/peak_gib", "perf/data_ms")
 
 
 def own_numbers(world: World, stats: Mapping[str, Any]) -> list[float]:
@@ -18,7 +18,7 @@ def own_numbers(world: World, stats: Mapping[str, Any]) -> list[float]:
 
     Args:
         world: all ranks.
-        stats: `SequenceParallel.stats()`.
+        stats: `SequenceParallel.stats()`, and `perf/data_ms`.
     """
     values = dict(stats) | {"mem/peak_gib": peak_memory_gib(world.device)}
     table = torch.zeros(world.size, len(_NAMES), dtype=torch.float64)
@@ -34,7 +34,7 @@ def rank_metrics(world: World, summed: Sequence[float]) -> dict[str, Any]:
         summed: `own_numbers`, summed over the ranks.
     """
     table = torch.tensor(summed, dtype=torch.float64).reshape(world.size, len(_NAMES))
-    kernel, exposed, sent, peak = table.T.tolist()
+    kernel, exposed, sent, peak, data = table.T.tolist()
     slowest, mean = max(range(world.size), key=kernel.__getitem__), sum(kernel) / world.size
     return {
         "sp/rank_kernel_ms": [round(value, 3) for value in kernel],
@@ -43,4 +43,5 @@ def rank_metrics(world: World, summed: Sequence[float]) -> dict[str, Any]:
         "sp/exposed_ms_max": max(exposed),
         "sp/bytes_sent_max": int(max(sent)),
         "mem/peak_gib_max": max(peak),
+        "perf/data_ms_max": max(data),
     }

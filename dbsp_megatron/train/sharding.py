@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dbsp_megatron.comm.transfer import to_device
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.axial import AxialDiT
 from dbsp_megatron.models.axial.sparse import SparseAttention
@@ -80,9 +81,9 @@ class ShardedAxialModel(ShardedModel):
         """See `ShardedModel.velocity`."""
         return self.module(
             x,
-            timesteps.to(self._device),
+            to_device(timesteps, self._device),
             grid=grid,
-            context=None if context is None else context.to(self._device),
+            context=None if context is None else to_device(context, self._device),
             sparse=self._sparse(),
         )
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsp_megatron.comm.transfer import HostCopy, to_device
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.data import ClipSource, PixelPatchEncoder, iter_validation, plan_batches
@@ -23,20 +22,22 @@ from dbsp_megatron.models.dit.lora_layers import add_lora
 from dbsp_megatron.models.dit.pointwise import compile_pointwise
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
-from dbsp_megatron.train.batches import ClipLoader, ContextSource, MicroBatch
+from dbsp_megatron.train.batches import ClipLoader, ContextSource, DrawnBatch, StepBatches, count_training_clips
 from dbsp_megatron.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from dbsp_megatron.train.checkpoint_folder import list_checkpoints
-from dbsp_megatron.train.continuation import check_continuation, run_lock
+from dbsp_megatron.train.continuation import check_continuation, resolve_seed, run_lock
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.engines import StepWork, build_engine
 from dbsp_megatron.train.memory import peak_memory_gib
 from dbsp_megatron.train.mesh import build_mesh, megatron_mesh, sequence_parallel
+from dbsp_megatron.train.prefetch import Prefetcher
 from dbsp_megatron.train.profiling import StepProfiler, named_range
 from dbsp_megatron.train.rank_metrics import own_numbers, rank_metrics
 from dbsp_megatron.train.report import RunReport
 from dbsp_megatron.train.sharding import shard_model
 from dbsp_megatron.train.signals import StopRequest
 from dbsp_megatron.train.state import StateTensor
+from dbsp_megatron.train.step_clock import StepClock
 
 logger = get_logger(__name__)
 
@@ -64,7 +65,7 @@ class Trainer:
         checkpoint = self._find_checkpoint(config)
         if checkpoint is not None and config.run.resume == "auto":
             check_continuation(checkpoint.state, config, _model_config(config), is_main=world.is_main)
-        seed = _resolve_seed(config.train.seed, checkpoint, world)
+        seed = resolve_seed(config.train.seed, checkpoint, world)
         # Degrees stay as given: a saved `auto` fits whatever number of processes continues the run.
         self.config = config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
         loop = config.train
@@ -91,10 +92,12 @@ class Trainer:
             precision=loop.precision,
             reorders=config.parallel.model_size == 1,
         )
-        self.num_train = self._check_data(dataset)
+        self.num_train = count_training_clips(dataset, config, world, self.mesh)
         encoder = PixelPatchEncoder(config.data.patch_size, dataset.channels)
         self.loader = ClipLoader(dataset, encoder, ContextSource(self.model_config, loop.context))
         self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
+        self._batches = StepBatches(self.loader, self.plan, loop, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size)
+        self._clock = StepClock()
         self._writer = self.engine.checkpoint_writer(loop, world, self.mesh)
         self.steps_done = 0
         self._last_saved = -1
@@ -144,10 +147,17 @@ class Trainer:
                 folder.path, config.run.profile, config.run.profile_steps, world.rank, world.device
             ) as profiler,
             self._writer,
+            Prefetcher(
+                self._batches.load,
+                first=self.steps_done,
+                end=config.train.steps,
+                num_ahead=config.data.prefetch_batches,
+            ) as batches,
         ):
+            shown: dict[str, Any] = {}
             while self.steps_done < config.train.steps:
                 with profiler.step(self.steps_done + 1):
-                    row, stopping = self._train_step(stop)
+                    row, stopping = self._train_step(stop, batches)
                 self._writer.poll()
                 if logged := self._is_logged(self.steps_done):
                     # Before the evaluation, which attends to other clips.
@@ -161,8 +171,9 @@ class Trainer:
                 if logged:
                     metrics.log(self.steps_done, row)
                 metrics.log_images(self.steps_done, images)
-                before, after = row.get("sp/imbalance_before"), row.get("sp/imbalance_after")
-                bar.update(self.steps_done, row["train/loss"], before, after)
+                shown = row or shown
+                before, after = shown.get("sp/imbalance_before"), shown.get("sp/imbalance_after")
+                bar.update(self.steps_done, shown.get("train/loss"), before, after)
                 if stopping or self._is_due(config.train.checkpoint_every):
                     self.save()
                 if stopping:
@@ -180,39 +191,58 @@ class Trainer:
 
     def train_step(self, step: int) -> dict[str, Any]:
         """One optimizer step on the batch of 0-based `step`; returns its metrics, equal on all ranks but for `sp/`."""
-        return self._optimize(step, self._load(step), StopRequest())[0]
+        return self._optimize(step, self._batches.load(step), StopRequest())[0]
 
-    def _train_step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-        started = time.perf_counter()
-        row, stopping = self._optimize(self.steps_done, self._load(self.steps_done), stop)
-        seconds = time.perf_counter() - started
-        row["perf/step_s"] = seconds
-        row["perf/tokens_per_s"] = row.pop("num_tokens") / seconds
-        row["mem/peak_gib"] = peak_memory_gib(self.world.device)
+    def _train_step(self, stop: StopRequest, batches: Prefetcher[list[DrawnBatch]]) -> tuple[dict[str, Any], bool]:
+        """One step of the run: its metrics, empty if nobody needs them, and whether to stop."""
+        step, clock = self.steps_done, self._clock
+        clock.start()
+        taken = batches.take(step)
+        clock.loaded()
+        row, stopping = self._optimize(step, taken, stop, read=self._is_read(step + 1), data_ms=clock.data_ms)
+        clock.stop(row.pop("num_tokens"))
         self.steps_done += 1
+        if self._is_logged(self.steps_done):
+            row |= clock.read() | {"mem/peak_gib": peak_memory_gib(self.world.device)}
         return row, stopping
 
-    def _load(self, step: int) -> list[MicroBatch]:
-        ids = self.plan.slice_for(step, self.mesh.dp_rank, self.mesh.dp_size, self.config.train.micro_batch_size)
-        return [self.loader.load(samples) for samples in ids]
+    def _optimize(
+        self,
+        step: int,
+        batches: Sequence[DrawnBatch],
+        stop: StopRequest,
+        *,
+        read: bool = True,
+        data_ms: float = 0.0,
+    ) -> tuple[dict[str, Any], bool]:
+        """Metrics of a step and whether any rank is asked to stop; collective.
 
-    def _optimize(self, step: int, batches: Sequence[MicroBatch], stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        Args:
+            step: 0-based.
+            batches: micro-batches of this rank.
+            stop: this rank's request.
+            read: wait for the device and give all metrics; without it the device may still be at the step.
+            data_ms: how long this rank waited for data.
+        """
         self.sharded.recalibrate()
         self.sp.begin_step(step)
         channels, mesh = self.model_config.patch_out_dim, self.mesh
-        local_tokens = sum(len(batch.samples) * len(self.sharded.video_positions(batch.grid)) for batch in batches)
+        local_tokens = sum(len(b.timesteps) * len(self.sharded.video_positions(b.clips.grid)) for b in batches)
         # Counted over every rank and micro-batch before the first backward, so that each token weighs the same.
         num_tokens = int(self.world.sum(mesh.counted(torch.tensor(local_tokens))))
         with named_range("forward_backward", self.world.device):
-            total = self.engine.forward_backward(self._work(batches, step, num_tokens))
+            total = self.engine.forward_backward(self._work(batches, num_tokens))
         with named_range("optimizer", self.world.device):
             norm, lr = self.engine.step(step)
+        done = self._clock.launched(mesh.counted(total))
+        if not read:
+            return {"num_tokens": num_tokens}, bool(self.world.sum(torch.tensor(float(stop.requested()))) > 0)
         logged = self._is_logged(step + 1)
-        own = [float(mesh.counted(total)), float(stop.requested())]
+        own = [float(done.wait()), float(stop.requested())]
         # The device has finished the step by now: `total` was read.
         stats = self.sp.stats(by_rank=logged)
         if logged:
-            own += own_numbers(self.world, stats)
+            own += own_numbers(self.world, {**stats, "perf/data_ms": data_ms})
         shared = self.world.sum(torch.tensor(own, dtype=torch.float64))
         row = {
             "train/loss": float(shared[0]) / (num_tokens * channels),
@@ -224,38 +254,27 @@ class Trainer:
         }
         return row, bool(shared[1] > 0)
 
-    def _work(self, batches: Sequence[MicroBatch], step: int, num_tokens: int) -> StepWork[MicroBatch]:
+    def _work(self, batches: Sequence[DrawnBatch], num_tokens: int) -> StepWork[DrawnBatch]:
         return StepWork(
             batches=batches,
-            session=lambda batch: self.sharded.session(batch.grid),
-            forward=lambda batch: self._forward(batch, step),
+            session=lambda batch: self.sharded.session(batch.clips.grid),
+            forward=self._forward,
             num_tokens=num_tokens,
             num_channels=self.model_config.patch_out_dim,
         )
 
-    def _forward(self, batch: MicroBatch, step: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _forward(self, batch: DrawnBatch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """The model's output, and what makes of it the squared error summed over this rank's tokens."""
-        loop, grid = self.config.train, batch.grid
-        timesteps = flow_matching.draw_timesteps(
-            seed=loop.seed,
-            samples=batch.samples,
-            step=step,
-            sampling=loop.timestep_sampling,
-            shift=loop.timestep_shift,
-            logit_mean=loop.logit_mean,
-            logit_std=loop.logit_std,
-            mode_scale=loop.mode_scale,
-        )
-        num_tokens, channels = batch.tokens.shape[1:]
-        noise = flow_matching.draw_noise(num_tokens, channels, seed=loop.seed, samples=batch.samples, step=step)
-        data, noise = self.sharded.shard(batch.tokens, grid), self.sharded.shard(noise, grid)
-        on_device = timesteps.to(self.world.device)
-        noisy = flow_matching.interpolate(data, noise, on_device)
+        loop, clips = self.config.train, batch.clips
+        data = self.sharded.shard(clips.tokens, clips.grid)
+        noise = self.sharded.shard(batch.noise, clips.grid)
+        timesteps = to_device(batch.timesteps, self.world.device)
+        noisy = flow_matching.interpolate(data, noise, timesteps)
         target = flow_matching.velocity(data, noise)
-        output = self.sharded.velocity(noisy, on_device, grid, batch.context)
+        output = self.sharded.velocity(noisy, timesteps, clips.grid, clips.context)
         weights = None
         if loop.loss_weighting != "none":
-            weights = flow_matching.loss_weights(on_device, loop.loss_weighting, min_snr_gamma=loop.min_snr_gamma)
+            weights = flow_matching.loss_weights(timesteps, loop.loss_weighting, min_snr_gamma=loop.min_snr_gamma)
         return output, lambda predicted: flow_matching.squared_error_sum(predicted, target, weights)
 
     @torch.no_grad()
@@ -265,7 +284,8 @@ class Trainer:
         Args:
             draws: timesteps and noises of each clip.
         """
-        sums = torch.zeros(2, dtype=torch.float64)
+        losses: list[tuple[float, HostCopy]] = []
+        elements = 0.0
         self.engine.module.eval()
         sharded, self.sharded.module = self.sharded.module, self.engine.module
         for index in iter_validation(self.config.train.eval_samples, self.mesh.dp_rank, self.mesh.dp_size):
@@ -273,15 +293,20 @@ class Trainer:
             # then they work on some clip that does not count.
             if index is None and not self.engine.meets_in_forward:
                 continue
-            batch = self.loader.load([self.num_train + (index or 0)])
+            clips = self.loader.load([self.num_train + (index or 0)])
             counts = float(index is not None)
             for draw in range(draws):
                 # Always the draws of the first steps: losses of different steps are to be comparable.
-                sums[0] += counts * float(self.engine.evaluate(self._work([batch], draw, num_tokens=1)))
-            sums[1] += counts * draws * len(self.sharded.video_positions(batch.grid)) * self.model_config.patch_out_dim
+                work = self._work([self._batches.draw(clips, draw)], num_tokens=1)
+                losses.append((counts, HostCopy(self.engine.evaluate(work))))
+                # While the device works on one, the host makes the next ready.
+                losses[-2:][0][1].wait()
+            elements += counts * draws * len(self.sharded.video_positions(clips.grid)) * self.model_config.patch_out_dim
         self.sharded.module = sharded
         self.engine.module.train()
-        total, count = self.world.sum(self.mesh.counted(sums)).tolist()
+        total = sum(counts * float(loss.wait()) for counts, loss in losses)
+        sums = self.mesh.counted(torch.tensor([total, elements], dtype=torch.float64))
+        total, count = self.world.sum(sums).tolist()
         return total / count
 
     def save(self) -> None:
@@ -320,6 +345,16 @@ class Trainer:
         loop = self.config.train
         return step % loop.log_every == 0 or (loop.eval_every > 0 and step % loop.eval_every == 0)
 
+    def _is_read(self, step: int) -> bool:
+        """Whether a step ends when the device has done it; alike on all ranks.
+
+        The others may still be going on when the next one is launched. What follows a step read here, a checkpoint or a
+        picture, waits for the device and is not to count as time of steps.
+        """
+        loop, image_every = self.config.train, self.config.wandb.image_every
+        due = any(every > 0 and step % every == 0 for every in (loop.checkpoint_every, image_every))
+        return self._is_logged(step) or due or step == loop.steps
+
     def _find_checkpoint(self, config: TrainConfig) -> Checkpoint | None:
         folder, resume = checkpoint_folder(config), config.run.resume
         if resume == "auto":
@@ -330,24 +365,6 @@ class Trainer:
                 "choose another run.name, remove that folder, or use run.resume=auto"
             )
         return None if resume == "never" else open_checkpoint(Path(resume), self.world)
-
-    def _check_data(self, dataset: ClipSource) -> int:
-        """Number of training clips; the same data on every rank."""
-        if len(set(self.world.gather(dataset.digest))) > 1:
-            raise ValueError("data.paths holds different clips on different ranks; give all machines the same files")
-        num_train = len(dataset) - self.config.train.eval_samples
-        if num_train < 1:
-            raise ValueError(
-                f"train.eval_samples={self.config.train.eval_samples} leaves no clip to train on; data.paths holds "
-                f"{len(dataset)} clips"
-            )
-        sizes = sorted(set(dataset.sizes))
-        if self.mesh.pp_size > 1 and len(sizes) > 1:
-            raise ValueError(
-                f"parallel.pipeline_parallel_size={self.mesh.pp_size} has micro-batches under way at once and needs "
-                f"clips of one size, got {sizes}; use clips of one size, or parallel.pipeline_parallel_size=1"
-            )
-        return num_train
 
 
 def _may_differ(name: str) -> bool:
@@ -365,14 +382,3 @@ def _model_config(config: TrainConfig) -> DiTConfig:
     kind = config.train.recompute_kind
     recompute = model.recompute if kind == "none" else kind
     return dataclasses.replace(model, init_seed=config.train.seed, recompute=recompute)
-
-
-def _resolve_seed(seed: int, checkpoint: Checkpoint | None, world: World) -> int:
-    """The run's seed: as given, else the checkpoint's, else one drawn by rank 0 for all."""
-    if seed >= 0:
-        if checkpoint is not None and checkpoint.state["seed"] != seed:
-            logger.warning("train.seed=%d differs from the checkpoint's %d", seed, checkpoint.state["seed"])
-        return seed
-    if checkpoint is not None:
-        return int(checkpoint.state["seed"])
-    return int(world.broadcast(random.SystemRandom().randrange(2**31)))

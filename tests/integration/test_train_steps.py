@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dbsp_megatron.config.sections import OptimConfig
 from dbsp_megatron.train import flow_matching
-from dbsp_megatron.train.batches import MicroBatch
+from dbsp_megatron.train.batches import DrawnBatch, MicroBatch
 from dbsp_megatron.train.signals import StopRequest
 from tests.harness import run_ranks
 from tests.integration.training import make_config, make_trainer, this_world, weights, whole_state
@@ -37,7 +37,7 @@ def _unequal_batches() -> list[MicroBatch]:
 
 def _unequal_step(rank: int, world_size: int, root: Path, mesh: tuple[int, int]) -> tuple[float, Tensor]:
     trainer = make_trainer(make_config(root, ulysses=mesh[0], ring=mesh[1], optim=SGD, grad_clip=0.0))
-    batches = _unequal_batches()
+    batches: list[DrawnBatch] = [trainer._batches.draw(batch, 0) for batch in _unequal_batches()]
     if trainer.mesh.dp_size == 2:
         batches = [batches[trainer.mesh.dp_rank]]
     row, _ = trainer._optimize(0, batches, StopRequest())

@@ -50,6 +50,8 @@ def test_clip_span_and_step(num_frames: int, frame_stride: int, clip_stride: int
         ({"clip_stride": 0}, ["data.clip_stride", ">= 1", "got 0", "null"]),
         ({"max_clips_per_file": -1}, ["data.max_clips_per_file", ">= 1", "got -1"]),
         ({"cache_bytes": -1}, ["data.cache_bytes", ">= 0", "got -1", "0 turns the cache off"]),
+        ({"prefetch_batches": -1}, ["data.prefetch_batches", ">= 0", "got -1", "0 loads when a step begins"]),
+        ({"prefetch_batches": True}, ["data.prefetch_batches", ">= 0", "got True"]),
         ({"patch_size": (8, 8)}, ["data.patch_size", "(8, 8)", "[1, 8, 8]"]),
         ({"patch_size": (1, 0, 8)}, ["data.patch_size[1]", ">= 1", "got 0"]),
         ({"paths": "clips"}, ["data.paths", "list", "'clips'"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dbsp_megatron.data import BucketPlan, ClipSource, DataConfig, PixelPatchEncoder, open_dataset
+from dbsp_megatron.config.sections import LoopConfig
+from dbsp_megatron.data import BucketPlan, Clip, ClipSource, DataConfig, PixelPatchEncoder, open_dataset
 from dbsp_megatron.data.latents import write_latents
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.model import VideoDiT
 from dbsp_megatron.train import flow_matching
-from dbsp_megatron.train.batches import ClipLoader, ContextSource
+from dbsp_megatron.train.batches import ClipLoader, ContextSource, StepBatches
 from tests.reference import max_error
 from tests.unit.models.cores import make_model, tiny_config
 
@@ -87,3 +90,54 @@ def test_gradient_of_a_step_does_not_depend_on_how_it_is_cut(tmp_path: Path, ste
         cuts = [plan.slice_for(step, rank, dp_size, micro) for rank in range(dp_size)]
         for name, grad in step_gradient(model, loader, cuts).items():
             assert max_error(grad, expected[name]) < 1e-9 * max(1.0, expected[name].abs().max().item()), name
+
+
+class _OneReader:
+    """Clips whose dataset is not safe for several threads, and says so."""
+
+    channels = 3
+    digest = "one reader"
+
+    def __init__(self) -> None:
+        self.skipped: list[tuple[str, str]] = []
+        self.sizes = [(1, 2, 2)] * 8
+        self._busy = False
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Clip:
+        assert not self._busy, "two threads read at once"
+        self._busy = True
+        time.sleep(0.005)
+        self._busy = False
+        return Clip(video=torch.full((3, 1, 2, 2), float(index)), name=f"c{index}.mp4@0", index=index)
+
+
+def test_clips_are_read_by_one_thread_at_a_time() -> None:
+    """An evaluation reads while a thread loads the next step."""
+    loader = ClipLoader(_OneReader(), PixelPatchEncoder((1, 2, 2), 3), ContextSource(tiny_config("none"), ""))
+    with ThreadPoolExecutor(4) as pool:
+        batches = list(pool.map(lambda first: loader.load([first, first + 1]), range(0, 8, 2)))
+    assert [batch.tokens[:, 0, 0].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_step_is_a_pure_function_of_its_number(tmp_path: Path) -> None:
+    """Loaded twice, in another order, in another thread: the same bits; what it draws is keyed by sample and step."""
+    dataset = some_latents(tmp_path)
+    loader = ClipLoader(dataset, PixelPatchEncoder((1, 2, 2), 16), ContextSource(latent_model(), ""))
+    loop = LoopConfig(global_batch_size=G, micro_batch_size=2, seed=7, timestep_sampling="logit_normal")
+    plan = BucketPlan(dataset.sizes, G, seed=7)
+    steps = [StepBatches(loader, plan, loop, dp_rank=rank, dp_size=2) for rank in range(2)]
+    first = [steps[1].load(step) for step in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        again = list(pool.map(steps[1].load, reversed(range(4))))[::-1]
+    for step, (ours, theirs) in enumerate(zip(first, again, strict=True)):
+        assert [batch.clips.samples for batch in ours] == plan.slice_for(step, 1, 2, 2)
+        for batch, other in zip(ours, theirs, strict=True):
+            assert torch.equal(batch.clips.tokens, other.clips.tokens)
+            assert torch.equal(batch.timesteps, other.timesteps)
+            assert torch.equal(batch.noise, other.noise)
+            keys = {"seed": 7, "samples": batch.clips.samples, "step": step}
+            assert torch.equal(batch.noise, flow_matching.draw_noise(*batch.clips.tokens.shape[1:], **keys))
+            assert torch.equal(batch.timesteps, flow_matching.draw_timesteps(**keys, sampling="logit_normal"))
