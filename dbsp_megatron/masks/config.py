@@ -140,8 +140,13 @@ class MaskConfig:
         """Refuse a model that the settings do not fit; saved masks are compared where they are used.
 
         Raises:
-            ValueError: settings name heads or layers that the model lacks.
+            ValueError: settings name heads or layers that the model lacks, or leave no layer to the method.
         """
+        if self.method != "dense" and self.dense_layers >= num_layers:
+            raise ValueError(
+                f"mask.dense_layers must be below the model's {num_layers} attention layers, got {self.dense_layers}: "
+                f"{self.method} would act in none of them; choose fewer, or mask.method=dense"
+            )
         if "path" in settings_of(self.method):
             return
         try:

@@ -224,6 +224,15 @@ def test_setting_by_head_names_what_tells_heads_apart(options: dict[str, Any], s
     assert MaskConfig(**options).setting_by_head == setting
 
 
+def test_check_model_refuses_as_many_dense_layers_as_there_are() -> None:
+    """The method would act nowhere, without a word."""
+    MaskConfig(method="topp", top_p=0.5, dense_layers=3).check_model(4, 4)
+    MaskConfig(method="dense", dense_layers=4).check_model(4, 4)
+    for method in ({"method": "topp", "top_p": 0.5}, {"method": "file", "path": "nowhere"}):
+        with pytest.raises(ValueError, match="mask.dense_layers must be below the model's 4 attention layers, got 4"):
+            MaskConfig(**method, dense_layers=4).check_model(4, 4)  # type: ignore[arg-type]
+
+
 def test_check_model_refuses_heads_and_layers_that_there_are_not() -> None:
     MaskConfig(method="file", path="nowhere").check_model(1, 1)
     MaskConfig(method="duo", global_heads=((0,), (3,))).check_model(4, 2)
