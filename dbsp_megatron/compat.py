@@ -188,7 +188,7 @@ def new_group_of_members(
         ranks: Global ranks, ascending, this one among them.
         name: Not used before, equal on all members.
         backend: Default that of the default group.
-        options: Of the backend.
+        options: Of the backend; their time limit is that of the group.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -197,7 +197,9 @@ def new_group_of_members(
     mine = ranks.index(torch.distributed.get_rank())
     make: Any = c10d._new_process_group_helper
     group: torch.distributed.ProcessGroup = make(
-        *(len(ranks), mine, ranks, chosen, store, name), options, timeout=c10d._get_default_timeout(chosen)
+        *(len(ranks), mine, ranks, chosen, store, name),
+        options,
+        timeout=c10d._get_default_timeout(chosen) if options is None else options._timeout,
     )[0]
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group

@@ -163,7 +163,9 @@ class SequenceParallelGroups:
     def _new_group(self, ranks: list[int], backend: str | None = None, *, urgent: bool = False) -> Any:
         options = urgent_options() if urgent else None
         if len(self.ranks) == dist.get_world_size():
-            made = dist.new_group(ranks, backend=backend, pg_options=options)
+            # Another limit than that of the options would make torch warn; that of NCCL is lost beside other backends.
+            timeout = None if options is None else options._timeout
+            made = dist.new_group(ranks, timeout, backend, options)
         elif dist.get_rank() in ranks:
             # new_group is collective over the default group, of which only these ranks are here.
             name = f"dbsp-{self._nonce()}-{'_'.join(map(str, ranks))}-{backend}-{urgent}"

@@ -163,15 +163,17 @@ class GradientStream:
         Returns:
             dk and dv of the own chunk with what came.
         """
-        for step, swap in self._swaps:
-            came = swap.wait()
-            for heads, dk, dv in parts:
-                self._add(step, [x[:, :, heads] for x in came], (dk, dv))
-        self._swaps.clear()
+        while self._swaps:
+            step, swap = self._swaps.pop(0)
+            self._add_to_parts(step, swap.wait(), parts)
         return (
             joined_heads([(heads, dk) for heads, dk, _ in parts], dtype),
             joined_heads([(heads, dv) for heads, _, dv in parts], dtype),
         )
+
+    def _add_to_parts(self, step: int, came: Sequence[Tensor], parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
+        for heads, dk, dv in parts:
+            self._add(step, [x[:, :, heads] for x in came], (dk, dv))
 
     def _add(self, step: int, came: Sequence[Tensor], totals: tuple[Tensor, Tensor]) -> None:
         index = self._route.send_rows[step]

@@ -134,27 +134,47 @@ def ring_backward(
     stream = ChunkStream(k, v, route, work.ring)
     k_own, v_own = _joined(stream, own)
     parts = _own_parts(q, k, v, work)
-    found = [run(own, k_own, v_own, parts[0])]
-    home = GradientStream((k.shape, v.shape), route, work.ring, found[0][1:] if len(parts) == 1 else None)
-    dq: Tensor | None = None
+    own_dq, own_dk, own_dv = run(own, k_own, v_own, parts[0])
+    queries, keys = [(parts[0].query, own_dq)], [(parts[0].key, own_dk, own_dv)]
+    home = GradientStream((k.shape, v.shape), route, work.ring, (own_dk, own_dv) if len(parts) == 1 else None)
+    del own_dq
     for call in others:
         k_here, v_here = _joined(stream, call)
         counts = [route.receive_counts[step] for step in call.steps]
         going: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(call.steps)
         if k_here.shape[1]:
             there = run(call, k_here, v_here, _ALL)
-            dq = there[0] if dq is None else dq.add_(there[0])
+            queries = _added(queries, _ALL.query, there[0])
             going = dict(zip(call.steps, zip(*(x.split(counts, dim=1) for x in there[1:]), strict=True), strict=True))
             del there
+        # Memory of K and V serves gradients under way.
+        del k_here, v_here
         for step in sorted(call.steps):
-            home.send(step, going[step], found[0][1])
+            home.send(step, going.pop(step), own_dk)
     # What is left of the own chunk is computed while the last gradients travel.
-    found += [run(own, k_own, v_own, part) for part in parts[1:]]
-    dk, dv = home.finish([(heads.key, *grads[1:]) for heads, grads in zip(parts, found, strict=True)], k.dtype)
-    if dq is not None:
-        for heads, grads in zip(parts, found, strict=True):
-            grads[0].add_(dq[:, :, heads.query])
-    return joined_heads([(x.query, grads[0]) for x, grads in zip(parts, found, strict=True)], q.dtype), dk, dv
+    for part in parts[1:]:
+        found = run(own, k_own, v_own, part)
+        queries = _added(queries, part.query, found[0])
+        keys.append((part.key, found[1], found[2]))
+        del found
+    dk, dv = home.finish(keys, k.dtype)
+    return joined_heads(queries, q.dtype), dk, dv
+
+
+def _added(sums: list[tuple[slice, Tensor]], heads: slice, dq: Tensor) -> list[tuple[slice, Tensor]]:
+    """Sums of dq, all heads in one tensor or some in each, with dq of more heads or another chunk; one is written to.
+
+    Nothing is kept twice: what is added to another is let go of.
+    """
+    first, total = sums[0]
+    if first.stop is None:
+        total[:, :, heads].add_(dq)
+        return sums
+    if heads.stop is not None:
+        return [*sums, (heads, dq)]
+    for some, part in sums:
+        dq[:, :, some].add_(part)
+    return [(heads, dq)]
 
 
 @dataclass(frozen=True)

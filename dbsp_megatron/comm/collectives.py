@@ -128,7 +128,10 @@ class PeerSwap:
         self._work = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> list[Tensor]:
-        """The received tensors, once they have arrived and those sent may be reused."""
+        """The received tensors, once they have arrived and those sent may be reused; asked for once."""
         for work in self._work:
             work.wait()
-        return self._received
+        received = self._received
+        # The work holds tensors too.
+        self._work, self._send, self._received = [], [], []
+        return received

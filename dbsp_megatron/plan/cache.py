@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from weakref import ref
 
 import numpy as np
 
@@ -33,8 +34,9 @@ class _Entry:
     """Imbalance of the last fresh plan on its own counts."""
     head_blocks: IntArray | None = None
     """Dense blocks of each head, of the newest counts known; all that outlives a change of the mesh."""
-    verdict: tuple[PartitionPlan, Workload, float] | None = None
-    """Imbalance of a plan on counts: those of a mask that is the same in every step are one object."""
+    verdict: tuple[PartitionPlan, ref[Workload], float] | None = None
+    """Imbalance of a plan on counts: those of a mask that is the same in every step are one object. They hold the mask
+    at times, which is not to be kept alive beside that of newer ones."""
 
 
 class PlanCache:
@@ -314,9 +316,9 @@ class PlanCache:
 
     def _imbalance(self, entry: _Entry, plan: PartitionPlan, candidate: Workload) -> tuple[float, bool]:
         """Imbalance of the plan on these counts, and whether the decision before was about both of them."""
-        if entry.verdict is not None and entry.verdict[0] is plan and entry.verdict[1] is candidate:
+        if entry.verdict is not None and entry.verdict[0] is plan and entry.verdict[1]() is candidate:
             return entry.verdict[2], True
-        entry.verdict = plan, candidate, barrier_imbalance(self._evaluate(plan, candidate))
+        entry.verdict = plan, ref(candidate), barrier_imbalance(self._evaluate(plan, candidate))
         return entry.verdict[2], False
 
     def _checked(self, plan: PartitionPlan, workload: Workload) -> PartitionPlan:

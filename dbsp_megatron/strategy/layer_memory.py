@@ -147,22 +147,26 @@ def _backward_ring(rank: _Rank, size: _Sizes, join: bool, prefetch: int, whole: 
     if not others:
         return 0
     part_q = size.wide_q * rank.q_held
+    # Half of the own chunk may be computed last, while gradients are under way.
+    late_q = part_q // 2 if len(others) <= prefetch else 0
     if join and len(others) > 1:
         total = sum(others)
-        most = size.kv * _joined_chunks(rank, prefetch, whole)
+        held = size.kv * (rank.copied if whole else 0) + size.wide_kv * total
+        most = max(size.kv * _joined_chunks(rank, prefetch, whole), held + size.kv * total + part_q)
         for step in range(len(others)):
             going = others[max(0, step - prefetch) : step + 1]
-            held = size.kv * ((rank.copied if whole else 0) + total) + part_q + size.wide_kv * total
-            most = max(most, held + size.wide_kv * sum(chunk + own for chunk in going))
+            most = max(most, held + late_q + size.wide_kv * sum(chunk + own for chunk in going))
         return most
     most = 0
     for step in range(len(others)):
         there = others[step : step + prefetch + 1]
         sends = rank.copied if whole else own * len(others[step + 1 : step + prefetch + 1])
         going = others[max(0, step - prefetch) : step + 1]
-        # What a step gave goes out as it lies.
+        # What a step gave goes out as it lies, once its K and V are let go of.
         grads = sum(chunk + own for chunk in going)
-        most = max(most, size.kv * (sends + sum(there)) + part_q + size.wide_kv * grads)
+        computed = size.kv * (sends + sum(there)) + part_q + size.wide_kv * (grads - own)
+        sent = size.kv * (sends + sum(there[1:])) + late_q + size.wide_kv * grads
+        most = max(most, computed, sent)
     return most
 
 

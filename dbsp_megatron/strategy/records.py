@@ -71,9 +71,9 @@ class LayerRecord:
     forward_kernels: list[Stopwatch] = field(default_factory=list)
     """Calls of the attention engine in forward passes, recompute included."""
     backward_kernels: list[Stopwatch] = field(default_factory=list)
-    backward_calls: float = 0.0
-    """Those of parts of the heads count as parts of one."""
     """The same in backward passes."""
+    backward_calls: float = 0.0
+    """How many those are; calls of parts of the heads count as parts of one."""
     plan: PartitionPlan | None = None
     """Of the last call."""
     shape: CallShape | None = None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from dbsp_megatron import parallel_state
 from dbsp_megatron.parallel_state import (
     SequenceParallelGroups,
     attach_to_collection,
@@ -122,6 +126,40 @@ def _refuse(rank: int, world_size: int, degrees: list[tuple[int, int]]) -> list[
         else:
             messages.append("accepted")
     return messages
+
+
+def _urgent(rank: int, world_size: int, parts: list[list[int]]) -> list[str]:
+    """Groups as beside NCCL, with options that hold a time limit; gloo takes no others."""
+    made = {tuple(part): dist.new_group(part) for part in parts}
+    mine = next(part for part in parts if rank in part)
+    limit = timedelta(seconds=77)
+    before = len(c10d._world.pg_map)
+    with (
+        patch.object(parallel_state, "moves_by_nccl", lambda group: True),
+        patch.object(parallel_state, "urgent_options", lambda: SimpleNamespace(_timeout=limit)),
+    ):
+        groups = SequenceParallelGroups(made[tuple(mine)])
+    _check_meshes(groups, mine)
+    limits = []
+    for (ulysses, ring), mesh in groups.meshes.items():
+        for group in (mesh.ulysses_group, mesh.ring_group):
+            if group is not None:
+                backend: Any = group._get_backend(torch.device("cpu"))
+                limits.append(f"{ulysses}x{ring} {'UR'[group is mesh.ring_group]} {backend.options._timeout == limit}")
+    groups.destroy()
+    assert len(c10d._world.pg_map) == before
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made[tuple(mine)])
+    assert total.item() == len(mine)
+    return limits
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 2], [1, 3]]], ids=str)
+def test_urgent_groups_have_the_time_limit_of_their_options(parts: list[list[int]]) -> None:
+    """Of another limit torch warns, and names of several backends have another default than NCCL's own."""
+    want = {4: ["4x1 U True", "2x2 U True", "2x2 R False", "1x4 R False"], 2: ["2x1 U True", "1x2 R False"]}
+    for limits in run_ranks(_urgent, 4, parts):
+        assert limits == want[len(parts[0])]
 
 
 def test_mesh_refuses_degrees_that_do_not_fill_the_group() -> None:

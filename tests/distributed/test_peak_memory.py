@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dbsp_megatron import BlockMask
+from dbsp_megatron.attention import ring
 from dbsp_megatron.masks import BlockSummary, MaskMethod
 from tests.distributed.alive import most_alive
 from tests.distributed.sharded import make_sp
@@ -106,6 +108,36 @@ def test_few_heads_a_rank_cost_memory_unless_a_budget_forbids_it(
     bound = run_ranks(_measured, mesh[0] * mesh[1], mesh, heads, "ordered", options | {"budget of usp": True})
     assert _ratio(bound) <= LIMIT, bound
     assert free[0]["dbsp"][1] < bound[0]["dbsp"][1] < bound[0]["usp"][1]
+
+
+def _parts(
+    rank: int, world_size: int, mesh: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype
+) -> list[tuple[int, int]]:
+    """Calls of the engine in a backward pass and most bytes, with the own chunk at once and in parts."""
+    mask = _mask(heads[0], "mixed")
+    inputs = [x.to(dtype) for x in random_qkv(3, 4, SEQLEN, heads[0], 64, num_kv_heads=heads[1])]
+    found = []
+    for least in (2**60, 0):
+        with patch.object(ring, "LEAST_HIDDEN_BYTES", least):
+            sp = make_sp("dbsp", *mesh, block_size=BLOCK, exchange_chunks=1)
+            layout = sp.layout(SEQLEN)
+            local = [layout.shard(x).requires_grad_() for x in inputs[:3]]
+            dout = layout.shard(inputs[3])
+            sp.begin_step(0)
+            most = min([most_alive(sp, local, mask, layout, dout) for _ in range(4)][1:])
+            found.append((len(sp.records.layers[0].backward_kernels) // 4, most))
+            sp.destroy()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("mesh", "heads"), [((1, 2), (4, 4)), ((1, 2), (8, 2)), ((2, 2), (8, 8))], ids=str)
+def test_parts_of_the_own_chunk_cost_little_memory(
+    mesh: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for whole, parts in run_ranks(_parts, mesh[0] * mesh[1], mesh, heads, dtype):
+        assert (whole[0], parts[0]) == (2, 3)
+        assert parts[1] <= LIMIT * whole[1]
 
 
 class _Given(MaskMethod):

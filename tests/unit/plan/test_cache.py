@@ -54,6 +54,22 @@ def test_plan_for_builds_once_for_unchanged_counts(planner: CountingPlanner) -> 
     assert (cache.hits, cache.plans, cache.reuse_fraction) == (9, 1, 0.9)
 
 
+def test_newer_counts_let_go_of_the_mask_of_those_before() -> None:
+    """Counts hold the mask at times, megabytes a layer: those of one step are kept, not of two."""
+    cache = PlanCache(lambda workload: plan_workload(workload, ulysses_degree=2, ring_degree=1))
+    mask = BlockMask(torch.rand(1, 4, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.5)
+    for step in range(3):
+        workload = workload_in(mask, 2, 1)
+        mask_of_step = weakref.ref(workload)
+        cache.plan_for(0, step, workload)
+        del workload
+        gc.collect()
+        assert mask_of_step() is not None
+        cache.observe(0, step, head_workload(50, 40, 10, 8))
+        gc.collect()
+        assert mask_of_step() is None
+
+
 def test_plan_for_does_not_plan_again_when_judged_counts_return(planner: CountingPlanner) -> None:
     """Also where the plan is far from even, so that only the counts can tell that planning is pointless."""
     cache = PlanCache(planner)
