@@ -150,7 +150,11 @@ def test_array_trains_three_configurations(slurm: Cluster, work: Path) -> None:
 def test_job_sees_what_it_was_given_and_nothing_else(slurm: Cluster, work: Path, passed: tuple[str, ...]) -> None:
     """With sbatch --export=ALL every secret of the submitting shell would be in the job; with NONE alone srun fails."""
     show = work / "show.sh"
-    show.write_text('#!/usr/bin/env bash\nenv >"$SEEN/env.$SLURM_PROCID"\nexit 3\n')
+    # One rank fails, after the other has ended: of two that do, srun ends the later one, with a code of its own.
+    show.write_text(
+        '#!/usr/bin/env bash\nenv >"$SEEN/env.$SLURM_PROCID"\nif [[ $SLURM_PROCID == 1 ]]; then exit 0; fi\n'
+        "until [[ -e $SEEN/env.1 ]]; do sleep 0.1; done\nsleep 1\nexit 3\n"
+    )
     show.chmod(0o755)
     run = work / "runs" / f"seen{len(passed)}"
     words = ["--nodes", "2", "--procs-per-node", "1", "--launcher", "srun", "--name", run.name, "--gpus-per-node", "1"]
