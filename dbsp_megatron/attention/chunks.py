@@ -97,8 +97,7 @@ class ChunkStream:
         """Start the transfers of all steps up to one."""
         while self._posted < min(last_step, self._route.num_steps - 1):
             self._posted += 1
-            came = self._route.receive_counts[self._posted]
-            shapes = [(x.shape[0], came, *x.shape[2:]) for x in (self._k, self._v)]
+            shapes = _of_rows(self._route.receive_counts[self._posted], self._k.shape, self._v.shape)
             self._swaps[self._posted] = self._ring.swap(self._rows(self._posted), shapes, self._posted)
 
     def _rows(self, step: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +107,7 @@ class ChunkStream:
             # As they lie: no copy beside the message. What is not contiguous is made so once.
             self._whole = self._whole or (self._k.contiguous(), self._v.contiguous())
             return self._whole
-        shapes = [(x.shape[0], count, *x.shape[2:]) for x in (self._k, self._v)]
+        shapes = _of_rows(count, self._k.shape, self._v.shape)
         if not count:
             return self._k.new_empty(shapes[0]), self._v.new_empty(shapes[1])
         index = self._route.index(step, self._k.shape[2])
@@ -124,8 +123,8 @@ class GradientStream:
         shapes: of dK and dV of the own chunk, [B, m, h, D] and [B, m, h, Dv].
         route: as of the K and V that the gradients belong to.
         ring: the ranks.
-        own: dk and dv of the own chunk so far, of `shapes`, added to in place; None if they come with `finish`, which
-            needs a ring of at most `ring.prefetch` other ranks.
+        own: heads, dk and dv of the own chunk, added to in place. Where these are not all heads, `add_part` brings the
+            others before `finish`, and the ring has at most `ring.prefetch` other ranks.
     """
 
     def __init__(
@@ -133,54 +132,53 @@ class GradientStream:
         shapes: tuple[Sequence[int], Sequence[int]],
         route: ChunkRoute,
         ring: Ring,
-        own: tuple[Tensor, Tensor] | None,
+        own: tuple[slice, Tensor, Tensor],
     ) -> None:
-        self._shapes, self._route, self._ring, self._own = shapes, route, ring, own
+        self._shapes, self._route, self._ring, self._own = shapes, route, ring, [own]
         self._swaps: list[tuple[int, PeerSwap]] = []
 
-    def send(self, step: int, gradients: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+    def add_part(self, heads: slice, dk: Tensor, dv: Tensor) -> None:
+        """Take over other heads of the own chunk."""
+        self._own.append((heads, dk, dv))
+
+    def send(self, step: int, gradients: tuple[Tensor, Tensor] | None) -> None:
         """Send home what a step gave, and start to receive what the own chunk gave elsewhere at that step.
 
         Args:
             step: the step, each once, in order.
             gradients: dk and dv [B, rows that came at that step, h, D]; None if nothing came.
-            like: any gradient.
         """
-        nothing = [like.new_empty((shape[0], 0, *shape[2:])) for shape in self._shapes]
-        shapes = [(shape[0], self._route.send_counts[step], *shape[2:]) for shape in self._shapes]
-        self._swaps.append((step, self._ring.swap(gradients or nothing, shapes, -step)))
-        if self._own is not None and len(self._swaps) > self._ring.prefetch:
-            step, swap = self._swaps.pop(0)
-            self._add(step, swap.wait(), self._own)
+        heads, like, _ = self._own[0]
+        going = gradients or [like.new_empty(shape) for shape in _of_rows(0, *self._shapes)]
+        shapes = _of_rows(self._route.send_counts[step], *self._shapes)
+        self._swaps.append((step, self._ring.swap(going, shapes, -step)))
+        if heads.stop is None and len(self._swaps) > self._ring.prefetch:
+            self._add_next()
 
-    def finish(self, parts: Sequence[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Wait for the gradients still under way.
-
-        Args:
-            parts: heads, dk and dv of the own chunk, all heads once; `own` if that was given.
-            dtype: of the result.
-
-        Returns:
-            dk and dv of the own chunk with what came.
-        """
+    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Wait for the gradients still under way: dk and dv of the own chunk with what came, in `dtype`."""
         while self._swaps:
-            step, swap = self._swaps.pop(0)
-            self._add_to_parts(step, swap.wait(), parts)
+            self._add_next()
         return (
-            joined_heads([(heads, dk) for heads, dk, _ in parts], dtype),
-            joined_heads([(heads, dv) for heads, _, dv in parts], dtype),
+            joined_heads([(heads, dk) for heads, dk, _ in self._own], dtype),
+            joined_heads([(heads, dv) for heads, _, dv in self._own], dtype),
         )
 
-    def _add_to_parts(self, step: int, came: Sequence[Tensor], parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
-        for heads, dk, dv in parts:
-            self._add(step, [x[:, :, heads] for x in came], (dk, dv))
-
-    def _add(self, step: int, came: Sequence[Tensor], totals: tuple[Tensor, Tensor]) -> None:
-        index = self._route.send_rows[step]
-        for total, part in zip(totals, came, strict=True):
-            if part.shape[1]:
+    def _add_next(self) -> None:
+        step, swap = self._swaps.pop(0)
+        came, index = swap.wait(), self._route.send_rows[step]
+        if not self._route.send_counts[step]:
+            return
+        for heads, *totals in self._own:
+            for total, x in zip(totals, came, strict=True):
+                part = x[:, :, heads]
                 # Rows are named once, so the sum does not depend on the order in which a kernel adds them.
                 total.add_(part) if index is None else total.index_add_(1, index, part)
+
+
+def _of_rows(count: int, *shapes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Shapes [B, m, h, D] with another number of rows m."""
+    return [(shape[0], count, *shape[2:]) for shape in shapes]
 
 
 def joined_heads(parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -135,9 +135,9 @@ def ring_backward(
     k_own, v_own = _joined(stream, own)
     parts = _own_parts(q, k, v, work)
     own_dq, own_dk, own_dv = run(own, k_own, v_own, parts[0])
-    queries, keys = [(parts[0].query, own_dq)], [(parts[0].key, own_dk, own_dv)]
-    home = GradientStream((k.shape, v.shape), route, work.ring, (own_dk, own_dv) if len(parts) == 1 else None)
-    del own_dq
+    queries = [(parts[0].query, own_dq)]
+    home = GradientStream((k.shape, v.shape), route, work.ring, (parts[0].key, own_dk, own_dv))
+    del own_dq, own_dk, own_dv
     for call in others:
         k_here, v_here = _joined(stream, call)
         counts = [route.receive_counts[step] for step in call.steps]
@@ -150,14 +150,14 @@ def ring_backward(
         # Memory of K and V serves gradients under way.
         del k_here, v_here
         for step in sorted(call.steps):
-            home.send(step, going.pop(step), own_dk)
+            home.send(step, going.pop(step))
     # What is left of the own chunk is computed while the last gradients travel.
     for part in parts[1:]:
         found = run(own, k_own, v_own, part)
         queries = _added(queries, part.query, found[0])
-        keys.append((part.key, found[1], found[2]))
+        home.add_part(part.key, *found[1:])
         del found
-    dk, dv = home.finish(keys, k.dtype)
+    dk, dv = home.finish(k.dtype)
     return joined_heads(queries, q.dtype), dk, dv
 
 

@@ -25,7 +25,7 @@ def pipelined_us(exchange_us: float, compute_us: float, num_chunks: int, tail_us
     return in_the_open + max(computed, exchange_us - in_the_open) + _CHUNK_US * more
 
 
-def tail_us(compute_us: float, num_rows: int, num_multiprocessors: int | None) -> float:
+def kernel_tail_us(compute_us: float, num_rows: int, num_multiprocessors: int | None) -> float:
     """Half the time of a row of mean length: what a kernel's last rows cost, each on a multiprocessor of its own.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbsp_megatron.plan.calibration import Calibration
-from dbsp_megatron.plan.chunk_time import best_num_chunks, most_chunks, pipelined_us, tail_us
+from dbsp_megatron.plan.chunk_time import best_num_chunks, kernel_tail_us, most_chunks, pipelined_us
 from dbsp_megatron.plan.integers import IntArray, checked_array, checked_count
 from dbsp_megatron.plan.partition import PartitionPlan
 from dbsp_megatron.plan.prediction import Prediction
@@ -157,7 +157,7 @@ class LatencyModel:
         num_ring_hops = (plan.ring_degree - 1) + (plan.ring_degree if backward and plan.ring_degree > 1 else 0)
         exchanged, computed = all_to_all + exchange, ring.compute_us + ring.exposed_us
         rows = int(plan.rows.max(initial=0)) * self.shape.batch_size
-        tail = tail_us(computed, rows, self.calibration.num_multiprocessors)
+        tail = kernel_tail_us(computed, rows, self.calibration.num_multiprocessors)
         if num_chunks is None:
             num_chunks = self._chunks(plan, exchanged, computed, tail, backward, traffic)
         hidden = exchanged + computed - pipelined_us(exchanged, computed, num_chunks, tail) if num_chunks > 1 else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_megatron.plan.chunk_time import MOST_CHUNKS, best_num_chunks, most_chunks, pipelined_us, tail_us
+from dbsp_megatron.plan.chunk_time import MOST_CHUNKS, best_num_chunks, kernel_tail_us, most_chunks, pipelined_us
 
 
 def test_pipelined_us_leaves_the_first_and_last_exchange_in_the_open() -> None:
@@ -24,13 +24,13 @@ def test_best_num_chunks_splits_only_where_it_gains() -> None:
 
 def test_best_num_chunks_counts_the_tail_of_every_kernel() -> None:
     """16 H200, 8 x 2, 1,478 rows of 7 ms: three chunks took 7.8 ms of kernels where one took 6.8 (emulated)."""
-    tail = tail_us(7000.0, 1478, 132)
+    tail = kernel_tail_us(7000.0, 1478, 132)
     assert tail == pytest.approx(0.5 * 132 * 7000 / 1478)
     assert pipelined_us(1000.0, 7000.0, 3, tail) == pytest.approx(1000 / 3 + 7000 + 2 * tail + 120)
     assert best_num_chunks(1080.0, 7000.0, 3) == 3
     assert best_num_chunks(1080.0, 7000.0, 3, tail) == 1
-    assert tail_us(7000.0, 0, 132) == pytest.approx(0.5 * 132 * 7000)
-    assert tail_us(7000.0, 1478, None) == 0.0
+    assert kernel_tail_us(7000.0, 0, 132) == pytest.approx(0.5 * 132 * 7000)
+    assert kernel_tail_us(7000.0, 1478, None) == 0.0
 
 
 def test_best_num_chunks_launches_no_more_than_the_host_can() -> None:
