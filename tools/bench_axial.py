@@ -44,7 +44,9 @@ from tools.tables import aligned
 INFER, TRAIN = "infer", "train"
 ATTENTIONS = ("sdpa", "blocks")
 """PyTorch's own attention, or the block-sparse engine with every block dense."""
-_ATTENTION_OPS = re.compile(r"aten::_scaled_dot_product_\w+|aten::_flash_attention\w*|dbsp::block_sparse_attention\w*")
+_ATTENTION_OPS = re.compile(
+    r"aten::_(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)\w*|dbsp::block_sparse_attention\w*"
+)
 _PRODUCT_OPS = re.compile(r"aten::(mm|addmm|bmm|baddbmm)$")
 
 
@@ -195,10 +197,9 @@ def shares(call: Callable[[], None], device: torch.device) -> dict[str, float]:
     by_kind = {"attention": 0.0, "products": 0.0, "all": 0.0}
     for event in found.key_averages():
         spent = getattr(event, which) / 1e3
-        # Kernels have events of their own; only operations are asked for them.
-        if cuda and event.device_type != torch.autograd.DeviceType.CPU:
-            continue
-        by_kind["all"] += spent
+        # Kernels have events of their own, which are counted once; operations say what they are for.
+        if not cuda or (event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation):
+            by_kind["all"] += spent
         if _PRODUCT_OPS.search(event.key):
             by_kind["products"] += spent
         elif _ATTENTION_OPS.search(event.key):
