@@ -82,14 +82,16 @@ def stream_pattern(dims: Mapping[str, int] | tuple[str, ...]) -> str:
     return f"({' '.join(dims)}) B C"
 
 
-def axial_stages(dit: AxialConfig, *, in_units: bool = True) -> list[Stage]:
+def axial_stages(dit: AxialConfig, *, in_units: bool = True, tp_size: int = 1) -> list[Stage]:
     """What a pass computes: each layer needs the dim that it attends along, or attends in (frame, head) units.
 
     Args:
         dit: The model description.
         in_units: Whether the attention of a layer can be computed in units.
+        tp_size: Tensor-parallel ranks, which share the heads; each of them switches the whole stream.
     """
-    units = dit.num_heads if in_units else 0
+    heads, kv_heads = dit.num_heads // tp_size, dit.kv_heads // tp_size
+    units = heads if in_units else 0
     dims = [dit.attention_dim(layer) for layer in range(dit.num_layers)]
     # Of one sample in 16 bits: a plan, and with it the tokens of a rank, must not depend on the batch.
     return [
@@ -98,7 +100,7 @@ def axial_stages(dit: AxialConfig, *, in_units: bool = True) -> list[Stage]:
             needs=frozenset({dim}),
             stream_bytes=2 * dit.hidden_size,
             units=units,
-            unit_bytes=4 * (dit.num_heads + dit.kv_heads) * dit.heads_dim,
+            unit_bytes=4 * (heads + kv_heads) * dit.heads_dim,
         )
         for layer, dim in enumerate(dims)
     ]
