@@ -255,11 +255,6 @@ def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
             f"parallel.pipeline_parallel_size={pp} must be 1 with model={name}, whose layers along dims are all "
             "on every rank; use parallel.tensor_parallel_size to split them"
         )
-    if isinstance(model, AxialConfig) and parallel.sequence_parallel:
-        raise ValueError(
-            f"parallel.sequence_parallel=true does not go with model={name}, whose layers attend along "
-            f"{', '.join(model.grid_dims)} in turn; set it to false"
-        )
     if parallel.sequence_parallel and (model.text == "dual_stream" or model.coarse_branch):
         raise ValueError(
             f"parallel.sequence_parallel=true does not go with model={name}, which has "

@@ -45,10 +45,11 @@ def build(
     mesh: DspMesh | None = None,
     dtype: torch.dtype = torch.float64,
     tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
 ) -> AxialDiT:
     """A model with the same random weights on all ranks, or parts of them on tensor-parallel ones."""
     groups = None if tp_group is None else ProcessGroupCollection(tp=tp_group, cp=None, pp=None)
-    model = AxialDiT(config, mesh=mesh, pg_collection=groups).to(dtype)
+    model = AxialDiT(config, mesh=mesh, pg_collection=groups, sequence_parallel=sequence_parallel).to(dtype)
     randomize(model, group_rank(tp_group), group_size(tp_group))
     return model
 

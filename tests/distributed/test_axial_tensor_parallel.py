@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from dbsp_megatron.models.axial.sparse import SparseAttention
 from tests.distributed.axial_models import NAMES, build, inputs, part, reference, tiny
 from tests.distributed.dsp_models import check, refused
 from tests.harness import run_ranks
+from tests.megatron_on_cpu import megatron_on_cpu
 from tests.unit.models.cores import gradients
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,17 +43,22 @@ class Ranks:
 
     tp: dist.ProcessGroup
     sp: dist.ProcessGroup
+    shared_rows: bool = False
+    """Whether tensor-parallel ranks share out the tokens between their matrices, too."""
 
     @property
     def mesh(self) -> DspMesh | None:
         return None if self.sp.size() == 1 else DspMesh(DspGroup(self.sp, "dsp"))
 
+    def build(self, config: AxialConfig, dtype: torch.dtype = torch.float64) -> AxialDiT:
+        return build(config, self.mesh, dtype, self.tp, self.shared_rows)
 
-def make_ranks(rank: int, world_size: int, tp: int) -> Ranks:
+
+def make_ranks(rank: int, world_size: int, tp: int, shared_rows: bool = False) -> Ranks:
     every = range(world_size)
     lists = [list(every[at : at + tp]) for at in every[::tp]], [list(every[at::tp]) for at in range(tp)]
     made = [[(ranks, dist.new_group(ranks)) for ranks in groups] for groups in lists]
-    return Ranks(*(next(group for ranks, group in groups if rank in ranks) for groups in made))
+    return Ranks(*(next(group for ranks, group in groups if rank in ranks) for groups in made), shared_rows)
 
 
 def grouped(name: str, **changes: Any) -> AxialConfig:
@@ -62,14 +69,14 @@ def grouped(name: str, **changes: Any) -> AxialConfig:
 def whole_gradients(model: AxialDiT, ranks: Ranks) -> dict[str, Tensor]:
     """Summed over the ranks of a video, and put together over those that split a matrix."""
     whole = {}
-    dims = {
-        name: parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-        for name, parameter in model.named_parameters()
-    }
+    parameters = dict(model.named_parameters())
     for name, grad in gradients(model).items():
         dist.all_reduce(grad, group=ranks.sp)
-        dim = dims[name]
-        if dim is not None:
+        parameter = parameters[name]
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=ranks.tp)
+        if getattr(parameter, "tensor_model_parallel", False):
+            dim = parameter.partition_dim
             parts = [torch.empty_like(grad) for _ in range(ranks.tp.size())]
             dist.all_gather(parts, grad.contiguous(), group=ranks.tp)
             grad = torch.cat(parts, dim)
@@ -82,7 +89,7 @@ def compare(config: AxialConfig, ranks: Ranks, grid: Any, batch: int, sparse: Sp
     given, weights = inputs(config, grid, batch)
     given["sparse"] = sparse
     want, wanted = reference(config, given, weights)
-    model = build(config, ranks.mesh, tp_group=ranks.tp)
+    model = ranks.build(config)
     positions = model.local_positions(grid)
     got = model(**part(model, given))
     label = f"{config.attention_dims} {grid} {batch} {sparse and sparse.describe()}"
@@ -104,6 +111,26 @@ def test_models_equal_one_process(sp: int) -> None:
     units = run_ranks(_dense, 2 * sp, 2, list(NAMES), CASES, timeout_s=240)
     assert len(set(units)) == 1
     assert (units[0] > 0) == (sp > 1)
+
+
+def _shared_rows(rank: int, world_size: int, tp: int, names: list[str]) -> None:
+    with megatron_on_cpu():
+        # For a buffer of Megatron's alone.
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        ranks = make_ranks(rank, world_size, tp, shared_rows=True)
+        for name in names:
+            for grid, batch in CASES:
+                compare(grouped(name), ranks, grid, batch)
+        sparse = SparseAttention(method=TopPMask(top_p=0.4), block_size=2, engine="torch")
+        for kind in ("full", "selective"):
+            compare(grouped("stdit3_xl_2", recompute=kind), ranks, (3, 1, 11), 2, sparse)
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("sp", [1, 2, 3])
+def test_rows_shared_by_tensor_parallel_ranks_equal_one_process(sp: int) -> None:
+    """Megatron's sequence_parallel: tokens that do not divide, that are switched, and none at all."""
+    run_ranks(_shared_rows, 2 * sp, 2, list(NAMES), timeout_s=240)
 
 
 class Unlike(MaskMethod):
@@ -168,7 +195,7 @@ def _recomputed(rank: int, world_size: int, tp: int, kind: str) -> None:
     ranks = make_ranks(rank, world_size, tp)
     for name in ("stdit3_xl_2", "axial_k3"):
         config = grouped(name, recompute=kind)
-        model = build(config, ranks.mesh, tp_group=ranks.tp)
+        model = ranks.build(config)
         made = [inputs(config, grid, batch) for grid, batch in (((5, 1, 9), 2), ((2, 1, 11), 1))]
         made[1][0]["sparse"] = SparseAttention(method=BY_HEAD[1], block_size=2, engine="torch")
         outs = [model(**part(model, given)) for given, _ in made]
@@ -190,7 +217,7 @@ def _precision(rank: int, world_size: int, tp: int) -> None:
         config = grouped(name)
         given, weights = inputs(config, (5, 1, 7), 2, torch.float32)
         want, wanted = reference(config, given, weights, torch.float32)
-        model = build(config, ranks.mesh, torch.float32, ranks.tp)
+        model = ranks.build(config, torch.float32)
         positions = model.local_positions((5, 1, 7))
         got = model(**part(model, given))
         assert float((got - want[:, positions]).detach().abs().max()) <= 1e-5 * float(want.abs().max())
@@ -214,7 +241,7 @@ def _refusals(rank: int, world_size: int, tp: int) -> list[str]:
     texts = []
     ranks = make_ranks(rank, world_size, tp)
     config = grouped("stdit3_xl_2")
-    model = build(config, ranks.mesh, tp_group=ranks.tp)
+    model = ranks.build(config)
     given, _ = inputs(config, (4, 1, 6), 2)
     longer, _ = inputs(config, (5, 1, 6), 2)
     mine = part(model, given)
@@ -229,18 +256,11 @@ def _refusals(rank: int, world_size: int, tp: int) -> list[str]:
     with torch.set_grad_enabled(rank == 1):
         texts.append(refused(partial(model, **mine)))
     texts.append(refused(partial(model, **mine)))
-    for text, changes, options in (
-        ("must be divisible by the tensor-parallel size 2; got 1", {"num_kv_heads": 1}, {}),
-        (
-            "must be divisible by the tensor-parallel size 2; got 3",
-            {"num_heads": 3, "num_kv_heads": 3},
-            {},
-        ),
-        ("sequence_parallel must be off", {}, {"sequence_parallel": True}),
-    ):
+    for heads, kv_heads in ((4, 1), (3, 3)):
         groups = ProcessGroupCollection(tp=ranks.tp, cp=None, pp=None)
-        make = partial(AxialDiT, grouped("stdit3_xl_2", **changes), pg_collection=groups, **options)
-        assert text in refused(make), text
+        odd_heads = grouped("stdit3_xl_2", num_heads=heads, num_kv_heads=kv_heads)
+        text = refused(partial(AxialDiT, odd_heads, pg_collection=groups))
+        assert f"num_kv_heads must be divisible by the tensor-parallel size 2; got {kv_heads}" in text
     groups = ProcessGroupCollection(tp=None, cp=None, pp=ranks.tp)
     assert "must not be split over pp ranks; got 2" in refused(partial(AxialDiT, config, pg_collection=groups))
     return texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from dbsp_megatron.models.dit.attention import CoreAttention
 from dbsp_megatron.models.dit.embeddings import TimestepEmbedding
 from dbsp_megatron.models.dit.model import VideoDiT
 from dbsp_megatron.models.dit.rope import rotary_angles
+from dbsp_megatron.models.dit.rows import gather_rows, scatter_rows
 from dbsp_megatron.models.dit.tokens import Grid, LocalTokens
 from dbsp_megatron.parallel_state import host_group
 
@@ -45,14 +47,14 @@ class AxialDiT(VideoDiT):
         mesh: The ranks that share a video, with several axes if it has.
         pg_collection: As in `VideoDiT`; pipeline parallelism is refused.
         core_attention: Replaces dense attention along dim 0 of [s, b, h, d]; there are no units then.
-        sequence_parallel: Must be False: layers along dims have no one order of tokens to share out.
+        sequence_parallel: As in `VideoDiT`; tokens are put together where the stream is switched.
 
     Attributes:
         session: Stages and plans, for `dsp.explain`; None on one rank.
 
     Raises:
-        ValueError: Pipeline parallelism or `sequence_parallel` is asked for, heads or channels cannot be split over
-            the tensor-parallel ranks, or `sp` is of another strategy.
+        ValueError: Pipeline parallelism is asked for, heads or channels cannot be split over the tensor-parallel
+            ranks, or `sp` is of another strategy; on every rank: tensor-parallel ranks have other places on the mesh.
     """
 
     described_by = AxialConfig
@@ -76,11 +78,6 @@ class AxialDiT(VideoDiT):
         groups = process_groups(pg_collection)
         if (pp_size := group_size(getattr(groups, "pp", None))) > 1:
             raise ValueError(f"a model with attention_dims must not be split over pp ranks; got {pp_size}: use 1")
-        if sequence_parallel:
-            raise ValueError(
-                f"Megatron's sequence_parallel must be off for a model with attention_dims {config.attention_dims}; "
-                "got true. Set it to false: ranks of a video (sp.*) are not concerned"
-            )
         super().__init__(
             config,
             sp=sp,
@@ -286,10 +283,14 @@ class AxialDiT(VideoDiT):
             along=along,
             time_features=frames,
             sparse=sparse,
+            row_group=None if self._row_positions is None else self.tp_group,
         )
         x = self.block(self._embedded(video_tokens, grid), conditioning)
         if self.output is None:
             raise ValueError("an axial model has no pipeline stages")
+        if self._row_positions is not None:
+            here = lengths.values() if run is None else [run.local(dim) for dim in lengths]
+            x = gather_rows(x, math.prod(here), self.tp_group)
         x = self.output(x, time_embedding)
         if run is not None:
             x = run.home(x, stream_pattern(lengths))
@@ -310,4 +311,6 @@ class AxialDiT(VideoDiT):
                     rows, places % width, (height, width), dit.hidden_size, dit.space_positions, dit.space_base
                 ).to(x.dtype)[:, None]
             )
+        if self._row_positions is not None:
+            x = scatter_rows(x, self.tp_group)
         return x.contiguous()
