@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from dbsp_megatron.config import TrainConfig
 from dbsp_megatron.models.dit import load_model_config
@@ -133,7 +134,10 @@ def _with_wrong_groups(rank: int, world_size: int, root: Path, case: Case, wrong
 
     def broken(*args: Any) -> Any:
         mesh = build_mesh(*args)
-        return dataclasses.replace(mesh, **{name: getattr(mesh, other) for name, other in wrong.items()})
+        groups = {name: getattr(mesh, other) for name, other in wrong.items()}
+        if "tp_group" in groups:
+            groups["model_groups"] = ProcessGroupCollection(tp=groups["tp_group"], cp=None, pp=None)
+        return dataclasses.replace(mesh, **groups)
 
     with mock.patch.object(trainer_module, "build_mesh", broken):
         try:
@@ -148,9 +152,9 @@ def test_a_wrong_data_group_fails_the_comparison(root: Path, reference: Run) -> 
         assert max(abs(a / b - 1) for a, b in zip(run.norms, reference.norms, strict=False)) > 1e-3
 
 
-def test_a_wrong_sequence_group_is_refused(root: Path) -> None:
-    """Ranks of a video that hold parts of one matrix, and so other heads."""
-    for text in run_ranks(_with_wrong_groups, 4, root, CASES[0], {"sp_group": "tp_group"}, timeout_s=100):
+@pytest.mark.parametrize("wrong", [{"sp_group": "tp_group"}, {"tp_group": "sp_group"}], ids=["sequence", "tensor"])
+def test_ranks_of_a_video_that_hold_other_heads_are_refused(root: Path, wrong: dict[str, str]) -> None:
+    for text in run_ranks(_with_wrong_groups, 4, root, CASES[0], wrong, timeout_s=100):
         assert "disagree about their number among copies" in str(text)
 
 
