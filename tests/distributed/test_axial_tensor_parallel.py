@@ -24,7 +24,7 @@ from dbsp_megatron.masks.top_k import TopKMask
 from dbsp_megatron.masks.top_p import TopPMask
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.axial.sparse import SparseAttention
-from tests.distributed.axial_models import NAMES, build, inputs, part, reference, tiny
+from tests.distributed.axial_models import NAMES, build, inputs, part, reference, sent_numbers, tiny
 from tests.distributed.dsp_models import check, refused
 from tests.harness import run_ranks
 from tests.megatron_on_cpu import megatron_on_cpu
@@ -96,8 +96,17 @@ def compare(config: AxialConfig, ranks: Ranks, grid: Any, batch: int, sparse: Sp
     torch.testing.assert_close(got.detach(), want[:, positions], rtol=0, atol=1e-11, msg=lambda m: f"{label}: {m}")
     (got * weights[:, positions]).sum().backward()
     check(whole_gradients(model, ranks), wanted, label)
-    plan = None if model.session is None else model.session.last_plan
-    return 0 if plan is None else sum(step.in_units for step in plan.steps)
+    if model.session is None:
+        return 0
+    plan = model.session.last_plan
+    assert plan is not None
+    if sparse is None:
+        # The whole stream, but q, k, v and outputs of this rank's heads only.
+        heads, kv_heads = (count // ranks.tp.size() for count in (config.num_heads, config.kv_heads))
+        mine = dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads)
+        numbers = sent_numbers(plan, mine, batch, ranks.sp.rank())
+        assert model.session.mesh.traffic.total_bytes == 8 * numbers, label
+    return sum(step.in_units for step in plan.steps)
 
 
 def _dense(rank: int, world_size: int, tp: int, names: list[str], cases: list[Any]) -> int:
