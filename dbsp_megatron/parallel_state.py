@@ -70,6 +70,29 @@ def moves_host_tensors(group: dist.ProcessGroup) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group if it moves CPU tensors, else one of the same ranks that does; collective then.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    if group.size() == 1 or moves_host_tensors(group):
+        return group
+    ranks = members(group)
+    if len(ranks) == dist.get_world_size():
+        return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo"))
+    return new_group_of_members(ranks, f"dbsp-{_drawn_number(group, ranks)}-host", "gloo")
+
+
+def _drawn_number(group: dist.ProcessGroup, ranks: list[int]) -> int:
+    """A number that nobody drew before, chosen by the first rank; collective."""
+    drawn = torch.tensor([random.SystemRandom().randrange(2**62)])
+    if not moves_host_tensors(group):
+        drawn = drawn.cuda()
+    dist.broadcast(drawn, src=ranks[0], group=group)
+    return int(drawn)
+
+
 def moves_by_nccl(group: dist.ProcessGroup) -> bool:
     """Whether NCCL moves the CUDA tensors of a group."""
     return "nccl" in dist.get_backend_config(group)
@@ -181,11 +204,7 @@ class SequenceParallelGroups:
         if self._name is None:
             if self.group is None:
                 raise RuntimeError("a single rank needs no groups")
-            drawn = torch.tensor([random.SystemRandom().randrange(2**62)])
-            if not moves_host_tensors(self.group):
-                drawn = drawn.cuda()
-            dist.broadcast(drawn, src=self.ranks[0], group=self.group)
-            self._name = int(drawn)
+            self._name = _drawn_number(self.group, self.ranks)
         return self._name
 
     def _subgroup(self, lists: list[list[int]], *, urgent: bool = False) -> dist.ProcessGroup | None:

@@ -79,7 +79,7 @@ class ResolvedRun:
         blocks = f"{_spread(num_blocks, mesh.sp_size)} of {num_blocks} (block size {self.block_size})"
         if self.strategy == "dsp":
             degrees, blocks = f"{mesh.sp_size} ranks", "frames, or tokens of a frame, cut in turn"
-            heads = f"all {self.num_heads}"
+            heads = f"{own_heads} of {self.num_heads}" if own_heads < self.num_heads else f"all {self.num_heads}"
         if mesh.branches > 1:
             split += f" x {mesh.branches} branches of guidance"
         text = f"{self.text_tokens} text + " if self.text_tokens else ""

@@ -250,10 +250,10 @@ def check_split(model: DiTConfig, name: str, parallel: ParallelConfig) -> None:
         ValueError: a size does not divide what it splits.
     """
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if isinstance(model, AxialConfig) and max(tp, pp) > 1:
+    if isinstance(model, AxialConfig) and pp > 1:
         raise ValueError(
-            f"parallel.tensor_parallel_size={tp} and parallel.pipeline_parallel_size={pp} must be 1 with model={name}, "
-            "whose layers along dims are whole on every rank"
+            f"parallel.pipeline_parallel_size={pp} must be 1 with model={name}, whose layers along dims are all "
+            "on every rank; use parallel.tensor_parallel_size to split them"
         )
     if parallel.sequence_parallel and (model.text == "dual_stream" or model.coarse_branch):
         raise ValueError(

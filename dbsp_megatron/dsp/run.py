@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -187,6 +188,11 @@ class DspRun:
                 x = x.narrow(dim, where.start, len(where))
         return names.close(x)
 
+    @torch.compiler.disable
+    def lengths_before(self, stage: str) -> dict[str, int]:
+        """Length of each grid dim on this rank as the stream comes to a stage, which was entered or is the next one."""
+        return self._local(self._entered[stage][0] if stage in self._entered else self.layout)
+
     def stage(self, name: str, x: Tensor, pattern: str, *, needs: Collection[str] | None = None) -> Tensor:
         """The stream in the layout of a stage; to be called before it.
 
@@ -205,7 +211,7 @@ class DspRun:
     def stage_all(
         self, name: str, xs: Sequence[Tensor], pattern: str, *, needs: Collection[str] | None = None
     ) -> list[Tensor]:
-        """`stage` for several tensors that are alive at once, such as the stream and a skip connection."""
+        """`stage` for any number of tensors that are alive at once, such as the stream and a skip connection."""
         names = parse(pattern)
         start, target = self._begin(name, xs, names, needs, branch=False)
         return [self._move(x, names, start, target) for x in xs]
@@ -220,8 +226,7 @@ class DspRun:
     @torch.compiler.disable
     def back(self, name: str, x: Tensor, pattern: str) -> Tensor:
         """What the stage of a branch computed, in the layout of the stream."""
-        start, compute = self._entered[name]
-        names = parse(pattern)
+        names, (start, compute) = parse(pattern), self._entered[name]
         self._check(name, x, names, compute)
         return self._move(x, names, compute, start)
 
@@ -293,15 +298,15 @@ class DspRun:
         for x in xs:
             self._check(name, x, pattern, start)
         if known is None:
-            stage = self._stage(name, xs[0], pattern, needs, branch=branch)
+            stage = self._stage(name, xs[0] if xs else torch.empty(0), pattern, needs, branch=branch)
             known = self._entered[name] = start, self._layout_for(stage, start)
             if not branch:
                 self.layout = known[1]
         if self._session.check_stages:
             cuts = [[axis.size for axis in axes] for layout in known for axes in layout.shards]
             facts = Belief(
-                digest_int(name, cuts, str(xs[0].dtype)),
-                lambda: f"stage {name!r}, {known[0]} to {known[1]}, {xs[0].dtype}",
+                digest_int(name, cuts, *(str(x.dtype) for x in xs)),
+                lambda: f"stage {name!r}, {known[0]} to {known[1]}, {', '.join(str(x.dtype) for x in xs)}",
                 "run the same stages in the same order, with the same dtype, on all ranks",
             )
             self._session.mesh.agree(f"dsp: stage {name!r}", None, {"stage, layout and dtype": facts})
@@ -333,10 +338,8 @@ class DspRun:
 
     def _point_bytes(self, name: str, x: Tensor, pattern: Pattern) -> int:
         opened = pattern.open(x, self._local(self.layout), f"dsp: stage {name!r}", self._sizes)
-        width = x.element_size()
-        for dim_name, size in zip(pattern.names, opened.shape, strict=True):
-            width *= 1 if dim_name in self._lengths else size
-        return max(1, width)
+        sizes = [n for each, n in zip(pattern.names, opened.shape, strict=True) if each not in self._lengths]
+        return max(1, x.element_size() * math.prod(sizes))
 
     def _layout_for(self, stage: Stage, start: Layout) -> Layout:
         """The planned layout, or the nearest one that fits."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from dbsp_megatron.comm.agree import Belief, digest_int
+from dbsp_megatron.dsp.group import DspGroup
 from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.planner import cheapest_moves, plan_stages
@@ -15,6 +17,7 @@ from dbsp_megatron.dsp.run import DspRun
 from dbsp_megatron.dsp.stages import Stage, StagePlan, SwitchStep
 from dbsp_megatron.dsp.unit_plan import UnitHistory
 
+BEGIN = "dsp: begin of a pass"
 _MAX_PLANS = 64
 
 
@@ -29,9 +32,14 @@ class DspSession:
         stages: what a pass computes, in order; None records them.
         cut: names of the dims that may be cut; all of the grid if None.
         check_stages: let ranks compare name, layout and dtype at every stage, for debugging.
+        copies: ranks that hold the same part of everything that is cut, such as tensor-parallel ones: they must be told
+            the same, or those that go on would wait for the others. The constructor is collective then.
 
     Attributes:
         unit_history: where attention in units of a mask was computed last, by stage.
+
+    Raises:
+        ValueError: on every rank: copies have other places on the mesh.
     """
 
     def __init__(
@@ -42,13 +50,16 @@ class DspSession:
         stages: Sequence[Stage] | None = None,
         cut: Sequence[str] | None = None,
         check_stages: bool = False,
+        copies: DspGroup | None = None,
     ) -> None:
-        self.mesh, self.grid, self.check_stages = mesh, tuple(grid), check_stages
+        self.mesh, self.grid, self.check_stages, self._copies = mesh, tuple(grid), check_stages, copies
         self.cut = self.grid if cut is None else tuple(cut)
         self.stages = None if stages is None else tuple(stages)
         self._plans: OrderedDict[tuple[int, ...], StagePlan] = OrderedDict()
         self.unit_history: UnitHistory = OrderedDict()
         self._moves: dict[tuple[Layout, Layout], tuple[SwitchStep, ...]] = {}
+        if copies is not None:
+            self._check_copies(copies)
 
     @property
     def cut_dims(self) -> list[int]:
@@ -128,22 +139,64 @@ class DspSession:
                 plan = self.plan(lengths)
             except ValueError as error:
                 problem = str(error)
-        whole = f"{dict(sorted(lengths.items()))}, sizes {dict(sorted((sizes or {}).items()))}"
         stages = [] if plan is None else list(plan.by_name)
-        beliefs = {
-            "lengths": Belief(digest_int(whole), lambda: whole, "pass the lengths of one sample to all ranks"),
-            "stages": Belief(
-                0 if plan is None else plan.digest,
-                lambda: f"{len(stages)} stages {', '.join(stages[:4])} ..." if stages else "none recorded yet",
-                "declare the same stages on all ranks, or call session.forget() on all of them",
-            ),
-        }
-        # Of all devices: ranks that compute in other dtypes would send other sizes.
-        casts = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-        known = {"gradients": torch.is_grad_enabled(), "autocast": casts, **(facts or {})}
-        told = ", ".join(f"{name}: {value}" for name, value in known.items())
-        beliefs["the call"] = Belief(
-            digest_int(told), lambda: told, "call the model with the same options on all ranks"
+        planned = Belief(
+            0 if plan is None else plan.digest,
+            lambda: f"{len(stages)} stages {', '.join(stages[:4])} ..." if stages else "none recorded yet",
+            "declare the same stages on all ranks, or call session.forget() on all of them",
         )
-        self.mesh.agree("dsp: begin of a pass", problem, beliefs)
+        beliefs = call_beliefs(lengths, sizes or {}, facts or {})
+        self._agree(problem, {"lengths": beliefs["lengths"], "stages": planned, "the call": beliefs["the call"]})
         return DspRun(self, plan, {name: lengths[name] for name in self.grid}, dict(sizes or {}))
+
+    def _agree(self, problem: str | None, beliefs: Mapping[str, Belief]) -> None:
+        """All ranks of the mesh, and their copies, have no problem and believe the same, or all of them raise."""
+        rounds = [partial(self.mesh.agree, beliefs=beliefs)]
+        if self._copies is not None:
+            rounds.append(partial(self._copies.agree, beliefs=beliefs, always=True))
+        _raise_together(BEGIN, problem, rounds)
+
+    def _check_copies(self, copies: DspGroup) -> None:
+        """Ranks of the mesh have one number among their copies, and copies one place on the mesh; collective."""
+        number, place = copies.rank, list(self.mesh.coords.values())
+        numbers = Belief(number, lambda: f"number {number}", "make the mesh of ranks with one number among copies")
+        places = Belief(digest_int(place), lambda: f"place {place}", "make copies of ranks with one place on the mesh")
+        rounds = [
+            partial(self.mesh.agree, beliefs={"their number among copies": numbers}),
+            partial(copies.agree, beliefs={"their place on the mesh": places}, always=True),
+            # Others on the mesh have to learn what was found among copies.
+            partial(self.mesh.agree, beliefs={}),
+        ]
+        _raise_together("dsp: groups of a session", None, rounds)
+
+
+def _raise_together(where: str, problem: str | None, rounds: Sequence[Callable[[str, str | None], None]]) -> None:
+    """Every group is asked even after an error, so that the ranks of later ones learn of it."""
+    for agree in rounds:
+        try:
+            agree(where, problem)
+        except ValueError as error:
+            problem = str(error)
+    if problem:
+        raise ValueError(problem)
+
+
+def call_beliefs(
+    lengths: Mapping[str, int], sizes: Mapping[str, int], facts: Mapping[str, object]
+) -> dict[str, Belief]:
+    """What ranks compare when a pass begins, see `DspSession.run`.
+
+    Args:
+        lengths: whole length of every grid dim.
+        sizes: lengths of other dims.
+        facts: what else must be equal on all ranks.
+    """
+    whole = f"{dict(sorted(lengths.items()))}, sizes {dict(sorted(sizes.items()))}"
+    # Of all devices: ranks that compute in other dtypes would send other sizes.
+    casts = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    known = {"gradients": torch.is_grad_enabled(), "autocast": casts, **facts}
+    told = ", ".join(f"{name}: {value}" for name, value in known.items())
+    return {
+        "lengths": Belief(digest_int(whole), lambda: whole, "pass the lengths of one sample to all ranks"),
+        "the call": Belief(digest_int(told), lambda: told, "call the model with the same options on all ranks"),
+    }

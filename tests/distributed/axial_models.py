@@ -7,8 +7,11 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from dbsp_megatron.compat import group_rank, group_size
 from dbsp_megatron.dsp import DspMesh, StagePlan, unit_plan_of
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.dit import load_model_config
@@ -37,10 +40,17 @@ def tiny(name: str, **changes: Any) -> AxialConfig:
     return dataclasses.replace(config, **(small | changes))
 
 
-def build(config: AxialConfig, mesh: DspMesh | None = None, dtype: torch.dtype = torch.float64) -> AxialDiT:
-    """A model with the same random weights on all ranks."""
-    model = AxialDiT(config, mesh=mesh).to(dtype)
-    randomize(model)
+def build(
+    config: AxialConfig,
+    mesh: DspMesh | None = None,
+    dtype: torch.dtype = torch.float64,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> AxialDiT:
+    """A model with the same random weights on all ranks, or parts of them on tensor-parallel ones."""
+    groups = None if tp_group is None else ProcessGroupCollection(tp=tp_group, cp=None, pp=None)
+    model = AxialDiT(config, mesh=mesh, pg_collection=groups, sequence_parallel=sequence_parallel).to(dtype)
+    randomize(model, group_rank(tp_group), group_size(tp_group))
     return model
 
 

@@ -21,6 +21,7 @@ from dbsp_megatron.parallel_state import (
     factorisations,
     groups_from_megatron,
     hierarchical_sizes,
+    host_group,
 )
 from tests.harness import run_ranks
 
@@ -306,3 +307,24 @@ def test_groups_from_megatron_without_context_parallel_group_is_refused() -> Non
     for message in run_ranks(_megatron_without_cp, 2):
         assert "cp" in message
         assert "context_parallel_size" in message
+
+
+def _host_group(rank: int, world_size: int) -> list[list[int]]:
+    """Groups that are said to move tensors of a device only: a part of the world, and all of it."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+    own = pairs[rank == 1]
+    assert host_group(own) is own
+    found = []
+    for group in (own, dist.group.WORLD):
+        assert group is not None
+        with patch.object(parallel_state, "moves_host_tensors", side_effect=[False, True]):
+            made = host_group(group)
+        assert made is not group or group.size() == 1
+        total = torch.tensor([rank + 1])
+        dist.all_reduce(total, group=made)
+        found.append([int(total), *dist.get_process_group_ranks(made)])
+    return found
+
+
+def test_a_group_for_host_tensors_has_the_same_ranks() -> None:
+    assert run_ranks(_host_group, 3) == [[[4, 0, 2], [6, 0, 1, 2]], [[2, 1], [6, 0, 1, 2]], [[4, 0, 2], [6, 0, 1, 2]]]

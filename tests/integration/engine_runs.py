@@ -66,12 +66,12 @@ class Case:
         return dataclasses.replace(config, parallel=ParallelConfig(**self.parallel), lora=LoraConfig(**self.lora))
 
 
-def spread_weights(root: Path) -> Path:
+def spread_weights(root: Path, model: str = SPLIT_MODEL) -> Path:
     """Write the model file and a checkpoint whose weights are all random, and return `root`.
 
     A new model's gates are zero, and with them the gradients of nearly all of its weights.
     """
-    (root / "model.yaml").write_text(SPLIT_MODEL)
+    (root / "model.yaml").write_text(model)
     trainer = make_trainer(with_run(make_config(root, strategy="none"), name="start"))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -195,7 +195,7 @@ def test_a_whole_run_reports(tmp_path: Path) -> None:
         ({"sp": SequenceParallelConfig(strategy="dbsp")}, "sp.strategy=dbsp splits one sequence"),
         ({"mask": MaskConfig(method="radial")}, "mask.method=radial .* is for attention to whole videos"),
         ({"mask": MaskConfig(method="topk", cube=(1, 2, 2))}, "mask.cube=.1, 2, 2. is for attention to whole videos"),
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "parallel.tensor_parallel_size=2"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "tensor_parallel_size=2 must divide .* heads 3"),
         ({"sp": SequenceParallelConfig(strategy="dsp", ring_degree=2)}, "ring_degree"),
     ],
 )

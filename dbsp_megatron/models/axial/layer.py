@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dbsp_megatron.attention.dense import dense_attention
 from dbsp_megatron.dsp import DspRun, Stage
@@ -22,6 +23,9 @@ from dbsp_megatron.models.dit.attention import CoreAttention, DiTCrossAttention,
 from dbsp_megatron.models.dit.conditioning import Conditioning
 from dbsp_megatron.models.dit.layers import DiTLayer, DiTLayerSubmodules
 from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
+from dbsp_megatron.models.dit.pointwise import pointwise
+from dbsp_megatron.models.dit.rope import apply_rotary
+from dbsp_megatron.models.dit.rows import gather_rows, own_rows, scatter_rows
 from dbsp_megatron.models.dit.tokens import LocalTokens
 
 
@@ -41,6 +45,8 @@ class AxialConditioning(Conditioning):
     """Which blocks are computed along long dims; None for all."""
     dim: str = ""
     """The dim that the layer attends along."""
+    row_group: ProcessGroup | None = None
+    """Tensor-parallel ranks that share out the tokens between matrices (Megatron's sequence parallelism); else None."""
     stage: str | None = None
     """Name of the layer's stage if that dim stays cut, so that its attention is computed in (frame, head) units."""
 
@@ -50,18 +56,27 @@ class AxialConditioning(Conditioning):
         return (*self.lengths.values(), self.embedding.shape[0])
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank, of all those that share them out together."""
+        return math.prod(self.lengths.values())
+
+    @property
     def place(self) -> int:
         """Number of the dim that the layer attends along."""
         return list(self.lengths).index(self.dim)
 
     @torch.compiler.disable
     def entered(self, layer: int, dim: str, x: Tensor) -> tuple[Tensor, AxialConditioning]:
-        """The stream [s, b, hidden] in the layout that a layer computes in, and what that layer is told."""
+        """The stream [s, b, hidden] in the layout that a layer computes in, and what that layer is told.
+
+        Where tensor-parallel ranks share out the tokens, they are put together to be switched, as other ones lie side
+        by side afterwards.
+        """
         here = replace(self, dim=dim, tokens=self.along[dim])
         if self.run is None:
             return x, here
         name = stage_name(layer, dim)
-        x = self.run.stage(name, x, stream_pattern(self.lengths), needs={dim})
+        x = self._switched(self.run, name, x, dim)
         here = replace(here, lengths={each: self.run.local(each, name) for each in self.lengths})
         if self.run.plan is None or not self.run.plan.by_name[name].in_units:
             return x, here
@@ -70,6 +85,17 @@ class AxialConditioning(Conditioning):
         if features is not None and dim == "T":
             features = features[places.start : places.stop]
         return x, replace(here, stage=name, tokens=self.along[dim].part(places), time_features=features)
+
+    def _switched(self, run: DspRun, name: str, x: Tensor, dim: str) -> Tensor:
+        """The stream as `DspRun.stage` gives it."""
+        pattern = stream_pattern(self.lengths)
+        if self.row_group is None:
+            return run.stage(name, x, pattern, needs={dim})
+        if run.plan is not None and not run.plan.by_name[name].before:
+            run.stage_all(name, (), pattern, needs={dim})
+            return x
+        whole = gather_rows(x, math.prod(run.lengths_before(name).values()), self.row_group)
+        return scatter_rows(run.stage(name, whole, pattern, needs={dim}), self.row_group)
 
 
 def stage_name(layer: int, dim: str) -> str:
@@ -82,14 +108,16 @@ def stream_pattern(dims: Mapping[str, int] | tuple[str, ...]) -> str:
     return f"({' '.join(dims)}) B C"
 
 
-def axial_stages(dit: AxialConfig, *, in_units: bool = True) -> list[Stage]:
+def axial_stages(dit: AxialConfig, *, in_units: bool = True, tp_size: int = 1) -> list[Stage]:
     """What a pass computes: each layer needs the dim that it attends along, or attends in (frame, head) units.
 
     Args:
         dit: The model description.
         in_units: Whether the attention of a layer can be computed in units.
+        tp_size: Tensor-parallel ranks, which share the heads; each of them switches the whole stream.
     """
-    units = dit.num_heads if in_units else 0
+    heads, kv_heads = dit.num_heads // tp_size, dit.kv_heads // tp_size
+    units = heads if in_units else 0
     dims = [dit.attention_dim(layer) for layer in range(dit.num_layers)]
     # Of one sample in 16 bits: a plan, and with it the tokens of a rank, must not depend on the batch.
     return [
@@ -98,7 +126,7 @@ def axial_stages(dit: AxialConfig, *, in_units: bool = True) -> list[Stage]:
             needs=frozenset({dim}),
             stream_bytes=2 * dit.hidden_size,
             units=units,
-            unit_bytes=4 * (dit.num_heads + dit.kv_heads) * dit.heads_dim,
+            unit_bytes=4 * (heads + kv_heads) * dit.heads_dim,
         )
         for layer, dim in enumerate(dims)
     ]
@@ -126,9 +154,19 @@ class AxialSelfAttention(DiTSelfAttention):
     def project(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor, Tensor]:
         """See `DiTSelfAttention.project`: q, k and v are [length of the dim, all else, heads, d]."""
         here = _axial(conditioning)
-        rows = x.view(*here.sizes, x.shape[2]).movedim(here.place, 0)
+        if here.row_group is not None:
+            # The projection gathers rows in the order of the stream, and those that were added.
+            q, k, v = (self._along(each[: here.num_tokens], here) for each in self.qkv(x))
+            rotate = pointwise(apply_rotary, self.compiles)
+            q, k = (rotate(each, here.tokens.cos, here.tokens.sin) for each in (q, k))
+            return q, k, v
+        return super().project(self._along(x, here), conditioning)
+
+    def _along(self, x: Tensor, here: AxialConditioning) -> Tensor:
+        """[tokens of this rank, b, ...] as [length of the dim, all else, ...]."""
+        rows = x.unflatten(0, tuple(here.lengths.values())).movedim(here.place, 0)
         # No -1: this rank may hold nothing.
-        return super().project(rows.reshape(rows.shape[0], rows.shape[1:-1].numel(), x.shape[2]), conditioning)
+        return rows.reshape(rows.shape[0], rows.shape[1 : len(here.sizes)].numel(), *x.shape[2:])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, conditioning: Conditioning) -> Tensor:
         """See `DiTSelfAttention.attend`."""
@@ -165,10 +203,10 @@ class AxialSelfAttention(DiTSelfAttention):
     def output(self, out: Tensor, conditioning: Conditioning) -> Tensor:
         """See `DiTSelfAttention.output`: [s_local, b, hidden] again."""
         here = _axial(conditioning)
-        sizes, projected = list(here.sizes), super().output(out, conditioning)
+        sizes = list(here.sizes)
         length = sizes.pop(here.place)
-        rows = projected.view(length, *sizes, projected.shape[-1]).movedim(0, here.place)
-        return rows.reshape(math.prod(here.lengths.values()), here.sizes[-1], projected.shape[-1])
+        rows = out.reshape(length, *sizes, out.shape[-1]).movedim(0, here.place)
+        return super().output(rows.reshape(here.num_tokens, here.sizes[-1], out.shape[-1]), conditioning)
 
 
 def _axial(conditioning: Conditioning) -> AxialConditioning:
@@ -199,7 +237,8 @@ class AxialLayer(DiTLayer):
         if self.first_in_time and here.time_features is not None:
             # Each frame's row for all tokens of it; T comes first. This rank may hold no frame.
             per_frame = math.prod(length for dim, length in here.lengths.items() if dim != "T")
-            x = x + here.time_features.to(x.dtype).repeat_interleave(per_frame, dim=0)[:, None]
+            of_tokens = here.time_features.to(x.dtype).repeat_interleave(per_frame, dim=0)
+            x = x + (of_tokens if here.row_group is None else own_rows(of_tokens, here.row_group))[:, None]
         return super().forward(x, here, selective=selective)
 
 

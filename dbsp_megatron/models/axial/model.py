@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from dbsp_megatron.compat import group_size
+from dbsp_megatron.compat import group_rank, group_size, process_groups
 from dbsp_megatron.dsp import DspGroup, DspMesh, DspRun, DspSession
+from dbsp_megatron.dsp.session import BEGIN, call_beliefs
 from dbsp_megatron.models.axial.config import AxialConfig
 from dbsp_megatron.models.axial.layer import AxialConditioning, axial_block_spec, axial_stages, stream_pattern
 from dbsp_megatron.models.axial.positions import space_features, time_features
@@ -20,7 +22,9 @@ from dbsp_megatron.models.dit.attention import CoreAttention
 from dbsp_megatron.models.dit.embeddings import TimestepEmbedding
 from dbsp_megatron.models.dit.model import VideoDiT
 from dbsp_megatron.models.dit.rope import rotary_angles
+from dbsp_megatron.models.dit.rows import gather_rows, scatter_rows
 from dbsp_megatron.models.dit.tokens import Grid, LocalTokens
+from dbsp_megatron.parallel_state import host_group
 
 if TYPE_CHECKING:
     from dbsp_megatron.strategy import SequenceParallel
@@ -34,19 +38,23 @@ class AxialDiT(VideoDiT):
     idle (images, fewer frames than ranks), the stream stays and attention is computed in (frame, head) units. A loss
     summed over local tokens gives parameter gradients that are to be summed over the ranks.
 
+    Tensor-parallel ranks share the heads and matrices as those of `VideoDiT` do. They have one place on the mesh: each
+    switches the whole stream, and attends in units of its own heads, among ranks with the same place as itself.
+
     Args:
         config: The model description.
         sp: Of strategy dsp: the ranks that share a video, where `mesh` is not given; None for one rank.
         mesh: The ranks that share a video, with several axes if it has.
-        pg_collection: As in `VideoDiT`; tensor and pipeline parallelism are refused.
+        pg_collection: As in `VideoDiT`; pipeline parallelism is refused.
         core_attention: Replaces dense attention along dim 0 of [s, b, h, d]; there are no units then.
-        sequence_parallel: Must be False, it belongs to tensor parallelism.
+        sequence_parallel: As in `VideoDiT`; tokens are put together where the stream is switched.
 
     Attributes:
         session: Stages and plans, for `dsp.explain`; None on one rank.
 
     Raises:
-        ValueError: Tensor or pipeline parallelism is asked for, or `sp` is of another strategy.
+        ValueError: Pipeline parallelism is asked for, heads or channels cannot be split over the tensor-parallel
+            ranks, or `sp` is of another strategy; on every rank: tensor-parallel ranks have other places on the mesh.
     """
 
     described_by = AxialConfig
@@ -67,23 +75,30 @@ class AxialDiT(VideoDiT):
                 f"sp.strategy must be dsp for a model with attention_dims {config.attention_dims}, whose layers have "
                 f"no sequence to split; got {sp.config.strategy}"
             )
+        groups = process_groups(pg_collection)
+        if (pp_size := group_size(getattr(groups, "pp", None))) > 1:
+            raise ValueError(f"a model with attention_dims must not be split over pp ranks; got {pp_size}: use 1")
         super().__init__(
             config,
             sp=sp,
-            pg_collection=pg_collection,
+            pg_collection=groups,
             core_attention=core_attention,
             sequence_parallel=sequence_parallel,
         )
-        for name in ("tp", "pp"):
-            if (size := group_size(getattr(self.pg_collection, name, None))) > 1:
-                raise ValueError(f"a model with attention_dims must not be split over {name} ranks; got {size}: use 1")
+        self._tp_rank, self._tp_size = group_rank(self.tp_group), group_size(self.tp_group)
+        # They must refuse what one of them is given, too: each waits for the others in every layer.
+        self._copies = (
+            DspGroup(self.tp_group, "tensor-parallel", control_group=host_group(self.tp_group))
+            if self._tp_size > 1
+            else None
+        )
         if mesh is None and sp is not None and sp.size > 1:
             mesh = DspMesh(DspGroup(sp.group, "dsp", control_group=sp.groups.control_group))
         self.session: DspSession | None = None
         if mesh is not None:
             # An attention of the caller's may be made for the heads of the model alone.
-            stages = axial_stages(config, in_units=core_attention is None)
-            self.session = DspSession(mesh, config.grid_dims, stages=stages)
+            stages = axial_stages(config, in_units=core_attention is None, tp_size=self._tp_size)
+            self.session = DspSession(mesh, config.grid_dims, stages=stages, copies=self._copies)
         self.fps_embed: TimestepEmbedding | None = None
         if config.fps is not None:
             self.fps_embed = TimestepEmbedding(config, self.config.params_dtype)
@@ -177,13 +192,14 @@ class AxialDiT(VideoDiT):
         return None if sparse is None else self._problem_of(sparse, tuple(self.dit_config.lengths(grid).values()))
 
     def _problem_of(self, sparse: SparseAttention, lengths: tuple[int, ...]) -> str | None:
-        """What is wrong with masks, found once for a method and lengths."""
+        """What is wrong with masks of this rank's heads, found once for a method and lengths."""
         key = (sparse.method.describe(), sparse.block_size, sparse.engine, lengths)
         if key not in self._masks:
             if len(self._masks) >= 64:
                 self._masks.clear()
-            dit = self.dit_config
-            self._masks[key] = sparse.problem(dit.num_heads, dit.kv_heads, dit.num_layers, lengths)
+            dit, mine = self.dit_config, sparse.of_heads(self._tp_rank, self._tp_size)
+            heads, kv_heads = dit.num_heads // self._tp_size, dit.kv_heads // self._tp_size
+            self._masks[key] = mine.problem(heads, kv_heads, dit.num_layers, lengths)
         return self._masks[key]
 
     def forward(  # type: ignore[override]
@@ -204,7 +220,8 @@ class AxialDiT(VideoDiT):
             grid: Patches along time, height and width of the whole video; 1 frame for an image.
             context: [B, L, text_dim], the whole text on every rank; all of it is attended to.
             fps: float [B], frames per second, for a model that is told; None takes `config.fps`.
-            sparse: Which blocks are computed along long dims; None for all.
+            sparse: Which blocks are computed along long dims; None for all. Masks of all heads of the model: each
+                tensor-parallel rank takes those of its own.
 
         Returns:
             [B, s_local, patch_out_dim], for the same tokens.
@@ -213,10 +230,6 @@ class AxialDiT(VideoDiT):
             ValueError: On every rank: the shapes do not fit together, or ranks call with different ones.
         """
         problem = self._problem(video_tokens, timestep, grid, context, fps, sparse)
-        if self.session is None:
-            if problem is not None:
-                raise ValueError(problem)
-            return self._predict(None, video_tokens, timestep, grid, context, fps, sparse)
         lengths: Mapping[str, int] = {}
         sizes: dict[str, int] = {}
         facts: dict[str, object] = {}
@@ -224,8 +237,22 @@ class AxialDiT(VideoDiT):
             lengths, sizes = self.dit_config.lengths(grid), {"B": len(timestep)}
             sizes |= {} if context is None else {"L": context.shape[1]}
             facts = {"dtype": video_tokens.dtype, "fps": fps is not None, "sparse": sparse and sparse.describe()}
+            sparse = None if sparse is None else sparse.of_heads(self._tp_rank, self._tp_size)
+        if self.session is None:
+            self._begin_whole(lengths, sizes, problem, facts)
+            return self._predict(None, video_tokens, timestep, grid, context, fps, sparse)
         with self.session.run(lengths, sizes, problem=problem, facts=facts) as run:
             return self._predict(run, video_tokens, timestep, grid, context, fps, sparse)
+
+    @torch.compiler.disable
+    def _begin_whole(
+        self, lengths: Mapping[str, int], sizes: Mapping[str, int], problem: str | None, facts: Mapping[str, object]
+    ) -> None:
+        """`DspSession.run` where no rank shares a video with this one."""
+        if self._copies is not None:
+            self._copies.agree(BEGIN, problem, call_beliefs(lengths, sizes, facts), always=True)
+        elif problem is not None:
+            raise ValueError(problem)
 
     def _predict(
         self,
@@ -256,10 +283,14 @@ class AxialDiT(VideoDiT):
             along=along,
             time_features=frames,
             sparse=sparse,
+            row_group=None if self._row_positions is None else self.tp_group,
         )
         x = self.block(self._embedded(video_tokens, grid), conditioning)
         if self.output is None:
             raise ValueError("an axial model has no pipeline stages")
+        if self._row_positions is not None:
+            here = lengths.values() if run is None else [run.local(dim) for dim in lengths]
+            x = gather_rows(x, math.prod(here), self.tp_group)
         x = self.output(x, time_embedding)
         if run is not None:
             x = run.home(x, stream_pattern(lengths))
@@ -280,4 +311,6 @@ class AxialDiT(VideoDiT):
                     rows, places % width, (height, width), dit.hidden_size, dit.space_positions, dit.space_base
                 ).to(x.dtype)[:, None]
             )
+        if self._row_positions is not None:
+            x = scatter_rows(x, self.tp_group)
         return x.contiguous()

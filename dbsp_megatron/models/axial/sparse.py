@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.block_mask import BlockMask, num_blocks
 from dbsp_megatron.dsp import DspGroup
 from dbsp_megatron.masks import MaskMethod
+from dbsp_megatron.masks.head_part import part_of_heads
 from dbsp_megatron.strategy.call import LayerCall
 from dbsp_megatron.strategy.layout import TokenLayout
 from dbsp_megatron.strategy.mask_rows import predict_rows
@@ -44,6 +45,15 @@ class SparseAttention:
             )
         if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 1:
             raise ValueError(f"sparse: block_size must be an integer >= 1, got {self.block_size!r}: use 64 or 128")
+
+    def of_heads(self, part: int, parts: int) -> SparseAttention:
+        """For one part of the model's heads out of equal, consecutive ones, as a tensor-parallel rank has it.
+
+        Args:
+            part: which part, from 0.
+            parts: how many there are.
+        """
+        return replace(self, method=part_of_heads(self.method, part, parts))
 
     def describe(self) -> str:
         """What ranks must have alike, in words."""

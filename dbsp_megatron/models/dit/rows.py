@@ -38,6 +38,13 @@ def gather_rows(x: Tensor, num_rows: int, group: ProcessGroup) -> Tensor:
     return gathered[:num_rows]
 
 
+def own_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """What `scatter_rows` gives, of a table without a gradient."""
+    padded = padded_rows(x, group.size())
+    count = padded.shape[0] // group.size()
+    return padded.narrow(0, group.rank() * count, count)
+
+
 class RowPositions:
     """Global token ids of this rank's rows, made once for each tensor of positions; added rows repeat the last id."""
 
