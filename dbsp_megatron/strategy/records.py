@@ -28,10 +28,15 @@ class Stopwatch:
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._elapsed = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """The work begins only now."""
+        if self._cuda:
             self._events[0].record()
         else:
             self._start = time.perf_counter()
-            self._elapsed = 0.0
 
     def stop(self) -> Stopwatch:
         """End of the work."""
