@@ -90,7 +90,8 @@ class MeshExecutor:
         shape, workload = call.shape, None
         if counts is not None:
             workload = counts.workload
-            shape = replace(shape, whole_chunks=shape.whole_chunks or counts.density == 1.0)
+            if counts.density == 1.0 and not shape.whole_chunks:
+                shape = replace(shape, whole_chunks=True)
         try:
             return self._guard.executable(plan, shape, call.layout, where, workload), None
         except ValueError as error:

@@ -337,7 +337,7 @@ class LayerRunner:
         record.mesh = (plan.ulysses_degree, plan.ring_degree)
         record.predicted_us += self.planning.predicted_us(call)
         record.reused, record.moved_q_fraction = reused, plan.moved_q_fraction
-        record.head_owner = [int(owner) for owner in plan.main_head_owner]
+        record.head_owner = plan.main_head_owner.tolist()
         if counts is not None:
             remember(self.latest, key, (plan, counts))
         elif key in self.latest:
