@@ -15,6 +15,8 @@ from torch import Tensor
 
 from dbsp_megatron import BlockMask, SequenceParallel
 from dbsp_megatron.comm.agree import Agreement, Belief, digest_int
+from dbsp_megatron.strategy import selection
+from dbsp_megatron.strategy.consensus import slowest_us
 from dbsp_megatron.strategy.execution import MeshExecutor
 from dbsp_megatron.strategy.layer import LayerRunner
 from tests.distributed.sharded import check, make_sp, random_problem, recorded_collectives, refusal, sharded_gradients
@@ -141,6 +143,35 @@ def _faults_of_all(rank: int, world_size: int, way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", ["ulysses", "ring", "mixed, chunks"])
 def test_a_fault_while_making_ready_leaves_no_agreement_open(way: str) -> None:
     run_ranks(_faults_of_all, 4, WAYS[way])
+
+
+def _chosen_meshes(rank: int, world_size: int) -> tuple[list[str], int]:
+    sp = make_sp("auto", block_size=BLOCK)
+    layout = sp.layout(SEQLEN)
+    inputs, mask, want = random_problem(6, SEQLEN, HEADS, BLOCK)
+    other = BlockMask(mask.blocks.roll(1, 3), BLOCK, BLOCK, SEQLEN, SEQLEN)
+    local = [layout.shard(x) for x in inputs[:3]]
+    heard = []
+    with patch.object(selection, "slowest_us", side_effect=slowest_us) as compared:
+        for step in range(24):
+            sp.begin_step(step)
+            given = other if rank == ODD else mask
+            heard.append(refusal(lambda: sp.attention(*local, mask=given, layout=layout)))  # noqa: B023
+            run = LayerRunner._execute_meanwhile
+            with patch.object(LayerRunner, "_execute_meanwhile", autospec=True, side_effect=run) as meanwhile:
+                check(sharded_gradients(sp, inputs, mask, BLOCK), want, FP32_ATOL, f"step {step}")
+            assert meanwhile.call_count == (step > 0), "a mesh is chosen in the first step, after ranks agreed"
+    sp.destroy()
+    return heard, compared.call_count
+
+
+def test_meshes_that_are_chosen_are_measured_alike_after_refused_calls() -> None:
+    """Times are compared in collectives of their own, which follow the call where its plan is known."""
+    found = run_ranks(_chosen_meshes, 4)
+    assert found == [found[0]] * 4
+    heard, num_compared = found[0]
+    assert all("ranks disagree about mask" in message for message in heard)
+    assert num_compared > 0
 
 
 def _late(rank: int, world_size: int) -> list[float]:
