@@ -6,7 +6,7 @@ Dims: B batch, m tokens of the chunk at home, h K/V heads here, D/Dv head dims, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +60,15 @@ class Ring:
     traffic: Traffic
     prefetch: int = 2
     """Chunks that are on their way while the attention of one before is computed."""
+    ready: Callable[[], None] | None = None
+    """As of `Exchange`."""
 
     def swap(self, send: Sequence[Tensor], shapes: Sequence[Sequence[int]], shift: int) -> PeerSwap:
         """Start to send tensors `shift` ranks on; see `PeerSwap`."""
         if self.group is None:
             raise RuntimeError("a ring of one rank swaps nothing")
+        if self.ready is not None:
+            self.ready()
         self.traffic.bytes_sent += sum(x.numel() * x.element_size() for x in send)
         return PeerSwap(send, shapes, self.group, shift)
 

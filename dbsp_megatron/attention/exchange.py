@@ -34,6 +34,8 @@ class Exchange:
     group: dist.ProcessGroup | None
     me: int
     traffic: Traffic
+    ready: Callable[[], None] | None = None
+    """Called before anything is sent; raises where ranks do not agree that it may be."""
 
     def start(self, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Callable[[], Tensor]:
         """Begin to send piece d of a flat buffer, of send_sizes[d] elements, to peer d.
@@ -43,6 +45,8 @@ class Exchange:
         """
         if self.group is None:
             return lambda: send
+        if self.ready is not None:
+            self.ready()
         self.traffic.bytes_sent += (send.numel() - send_sizes[self.me]) * send.element_size()
         return FlatSwap(send, send_sizes, recv_sizes, self.group).wait
 

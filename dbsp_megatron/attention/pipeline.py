@@ -9,16 +9,15 @@ Dims: B batch, s tokens at home, n tokens computed here, H/Hkv heads, h/hkv head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dbsp_megatron.attention.engines import engine_reading
 from dbsp_megatron.attention.exchange import Exchange, start_to_homes, start_to_owners
-from dbsp_megatron.attention.ring import RingWork, check_recomputed, plan_tensor, ring_backward, ring_forward
+from dbsp_megatron.attention.ring import RingWork, check_recomputed, plan_tensor, readable, ring_backward, ring_forward
 from dbsp_megatron.attention.work import Side
 from dbsp_megatron.kernels.block_sparse_attention.giving_way import giving_way
 
@@ -119,7 +118,7 @@ class PipelinedAttention(torch.autograd.Function):
         kept, works = [], []
         for number, chunk in enumerate(chunks):
             q_here, k_here, v_here = arriving.take(number)
-            work = replace(chunk.work, engine=engine_reading(chunk.work.engine, q_here, k_here, v_here))
+            work = readable(chunk.work, q_here, k_here, v_here)
             with giving_way():
                 part, lse = ring_forward(q_here, k_here, v_here, work)
             part = part.to(q.dtype)

@@ -69,6 +69,12 @@ def check_recomputed(saved: Tensor, plan: int) -> None:
         )
 
 
+def readable(work: RingWork, q: Tensor, k: Tensor, v: Tensor) -> RingWork:
+    """The work with an engine that can read these tensors."""
+    engine = engine_reading(work.engine, q, k, v)
+    return work if engine is work.engine else replace(work, engine=engine)
+
+
 def plan_tensor(plan: int) -> Tensor:
     """Host tensor that is saved beside the others."""
     return torch.tensor(plan, dtype=torch.int64)
@@ -222,7 +228,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
         """Run it."""
-        work = replace(work, engine=engine_reading(work.engine, q, k, v))
+        work = readable(work, q, k, v)
         out, lse = ring_forward(q, k, v, work)
         out = own_tensor(out.to(q.dtype))
         ctx.save_for_backward(q, k, v, out, lse, plan_tensor(work.plan))

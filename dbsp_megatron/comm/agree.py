@@ -10,7 +10,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from dbsp_megatron.comm.collectives import gather_vectors
+from dbsp_megatron.comm.collectives import VectorGather, gather_vectors
 
 _TEXT_BYTES = 1024
 _SHOWN_CHARACTERS = 300
@@ -54,37 +54,99 @@ def agree(where: str, problem: str | None, beliefs: Mapping[str, Belief], group:
     Raises:
         ValueError: the same on every rank: a rank has a problem, or beliefs differ.
     """
-    if group is None or group.size() == 1:
-        if problem:
-            raise ValueError(problem)
-        return
-    names = tuple(beliefs)
-    if len(names) > _MAX_BELIEFS:
-        raise RuntimeError(f"{where}: ranks compare at most {_MAX_BELIEFS} things at a time, got {len(names)}")
-    values = [belief.value for belief in beliefs.values()]
-    row = [0 if problem is None else 1, _digest_of_names(names), *values, *[0] * (_MAX_BELIEFS - len(values))]
-    rows = gather_vectors(torch.tensor(row, dtype=torch.int64), group)
-    if bool((rows == rows[0]).all()) and not bool(rows[0, 0]):
-        return
+    Agreement(where, problem, beliefs, group).finish()
+
+
+class Agreement:
+    """What `agree` does, begun: until `finish` a rank may do what others do not see and what can be dropped.
+
+    Every rank that begins one finishes it, whatever happens meanwhile, before it sends anything to others.
+
+    Args:
+        where: as there.
+        problem: as there.
+        beliefs: as there; not asked for words after `finish`.
+        group: as there.
+    """
+
+    def __init__(
+        self, where: str, problem: str | None, beliefs: Mapping[str, Belief], group: dist.ProcessGroup | None
+    ) -> None:
+        self._question: _Question | None = None
+        self._refusal: str | None = None
+        if group is None or group.size() == 1:
+            self._refusal = problem or None
+            return
+        names = tuple(beliefs)
+        if len(names) > _MAX_BELIEFS:
+            raise RuntimeError(f"{where}: ranks compare at most {_MAX_BELIEFS} things at a time, got {len(names)}")
+        values = [belief.value for belief in beliefs.values()]
+        row = [0 if problem is None else 1, _digest_of_names(names), *values, *[0] * (_MAX_BELIEFS - len(values))]
+        gather = VectorGather(torch.tensor(row, dtype=torch.int64), group)
+        self._question = _Question(where, problem, beliefs, group, gather)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has called `finish`."""
+        return self._question is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether `finish` raised, or will, without asking anybody."""
+        return self._refusal is not None
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether `finish` would wait for other ranks."""
+        return self._question is not None and not self._question.gather.has_arrived
+
+    def finish(self) -> None:
+        """Wait for the other ranks; later calls say the same at once.
+
+        Raises:
+            ValueError: as `agree`.
+        """
+        # The words of beliefs hold what they are about, such as tensors.
+        question, self._question = self._question, None
+        if question is not None:
+            self._refusal = _answer(question)
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What a rank asks the others; fields as the arguments of `agree`."""
+
+    where: str
+    problem: str | None
+    beliefs: Mapping[str, Belief]
+    group: dist.ProcessGroup
+    gather: VectorGather
+
+
+def _answer(question: _Question) -> str | None:
+    """Why the ranks do not agree, in the same words on all of them; None if they do."""
+    where, beliefs, group = question.where, question.beliefs, question.group
+    rows = question.gather.wait().tolist()
+    if not rows[0][0] and all(row == rows[0] for row in rows):
+        return None
     ranks = dist.get_process_group_ranks(group)
-    if bool(rows[:, 0].any()):
-        _raise_problem(where, problem, rows[:, 0].tolist(), ranks, group)
-    if len(set(rows[:, 1].tolist())) > 1:
+    has_problem, calls, *columns = ([row[i] for row in rows] for i in range(len(rows[0])))
+    if any(has_problem):
+        return _problem_of_ranks(where, question.problem, has_problem, ranks, group)
+    if len(set(calls)) > 1:
         places = _gather_texts(where, group)
-        raise ValueError(
-            f"ranks are in different calls ({_by_value(rows[:, 1].tolist(), places, ranks)}): make every rank run the "
+        return (
+            f"ranks are in different calls ({_by_value(calls, places, ranks)}): make every rank run the "
             "same calls in the same order"
         )
-    column = next(i for i in range(2, rows.shape[1]) if len(set(rows[:, i].tolist())) > 1)
-    name = names[column - 2]
+    name, values = next((name, values) for name, values in zip(beliefs, columns, strict=False) if len(set(values)) > 1)
     texts = _gather_texts(f"{where}\n{beliefs[name].shown()[:_SHOWN_CHARACTERS]}", group)
     # The place as the first rank sees it, so that the message is one.
     place, *_ = texts[0].split("\n", 1)
     shown = [text.split("\n", 1)[1] for text in texts]
-    raise ValueError(
-        f"{place}: ranks disagree about {name} ({_by_value(rows[:, column].tolist(), shown, ranks)}): "
-        f"{beliefs[name].remedy}"
-    )
+    return f"{place}: ranks disagree about {name} ({_by_value(values, shown, ranks)}): {beliefs[name].remedy}"
 
 
 @cache
@@ -100,9 +162,9 @@ def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _raise_problem(
+def _problem_of_ranks(
     where: str, problem: str | None, has_one: Sequence[int], ranks: Sequence[int], group: dist.ProcessGroup
-) -> None:
+) -> str:
     texts = _gather_texts(f"{where}\n{problem or ''}", group)
     first = next(i for i, flag in enumerate(has_one) if flag)
     place, text = texts[first].split("\n", 1)
@@ -112,7 +174,7 @@ def _raise_problem(
     # What all ranks did wrong is no one's in particular.
     if len(alike) < len(ranks):
         notes.append(_named(alike))
-    raise ValueError(f"{text} [{', '.join(notes)}]" if notes else text)
+    return f"{text} [{', '.join(notes)}]" if notes else text
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -91,13 +91,39 @@ def gather_vectors(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     A host vector travels through the current CUDA device if the group moves nothing else, which waits for the device.
     """
-    members(group)
-    home = x.device
-    if home.type == "cpu" and not moves_host_tensors(group):
-        x = x.to(torch.device("cuda", torch.cuda.current_device()))
-    gathered = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(gathered, x.contiguous(), group=group)
-    return torch.stack(gathered).to(home)
+    return VectorGather(x, group).wait()
+
+
+class VectorGather:
+    """The gather of `gather_vectors`, begun; what the host does before `wait` it does meanwhile.
+
+    Args:
+        x: as there; not to be written to before `wait`.
+        group: as there; all of its ranks begin the same gathers and exchanges in the same order.
+    """
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        members(group)
+        self._home = x.device
+        if self._home.type == "cpu" and not moves_host_tensors(group):
+            x = x.to(torch.device("cuda", torch.cuda.current_device()))
+        x = x.contiguous()
+        self._rows = x.new_empty((group.size(), *x.shape))
+        # Kept until `wait`, as is the work, or its memory could be given to others while it is read.
+        self._send: Tensor | None = x
+        self._work = dist.all_gather(list(self._rows), x, group=group, async_op=True)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> Tensor:
+        """The rows [P, n], once all of them have arrived."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._send = None
+        return self._rows.to(self._home)
 
 
 class PeerSwap:

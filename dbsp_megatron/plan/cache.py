@@ -38,6 +38,12 @@ class _Entry:
     """Imbalance of a plan on counts: those of a mask that is the same in every step are one object. They hold the mask
     at times, which is not to be kept alive beside that of newer ones."""
 
+    def known_imbalance(self, plan: PartitionPlan | None, counts: Workload) -> float | None:
+        """Imbalance of a plan on counts, if these very objects were looked at before; None otherwise."""
+        if self.verdict is None or self.verdict[0] is not plan or self.verdict[1]() is not counts:
+            return None
+        return self.verdict[2]
+
 
 class PlanCache:
     """Decides once per layer and step which plan to use.
@@ -300,11 +306,15 @@ class PlanCache:
             if plan is None:
                 raise ValueError("neither counts nor a plan; pass the workload of the current step")
             return plan, True
-        if plan is None or not fits(plan, candidate):
-            return self._fresh(entry, candidate), False
-        current, same = self._imbalance(entry, plan, candidate)
+        current = entry.known_imbalance(plan, candidate)
         # Counts that were judged before give the same verdict again, without the cost of planning.
-        known = same or (entry.judged is not None and candidate.same_counts(entry.judged))
+        known = current is not None
+        if plan is None or not (known or fits(plan, candidate)):
+            return self._fresh(entry, candidate), False
+        if current is None:
+            current = barrier_imbalance(self._evaluate(plan, candidate))
+            entry.verdict = plan, ref(candidate), current
+            known = entry.judged is not None and candidate.same_counts(entry.judged)
         if known or not self.rule.worth_planning(current, entry.planned):
             self._judge(current - min(current, entry.planned))
             return plan, True
@@ -313,13 +323,6 @@ class PlanCache:
         used = fresh.imbalance if switch and not after_the_fact else current
         self._judge(max(0.0, used - fresh.imbalance))
         return (fresh, False) if switch else (plan, True)
-
-    def _imbalance(self, entry: _Entry, plan: PartitionPlan, candidate: Workload) -> tuple[float, bool]:
-        """Imbalance of the plan on these counts, and whether the decision before was about both of them."""
-        if entry.verdict is not None and entry.verdict[0] is plan and entry.verdict[1]() is candidate:
-            return entry.verdict[2], True
-        entry.verdict = plan, ref(candidate), barrier_imbalance(self._evaluate(plan, candidate))
-        return entry.verdict[2], False
 
     def _checked(self, plan: PartitionPlan, workload: Workload) -> PartitionPlan:
         """A planner's answer, if it is a plan for these counts and this mesh."""

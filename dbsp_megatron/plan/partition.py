@@ -123,7 +123,7 @@ class PartitionPlan:
             )
         return self.head_items[:, RANK]
 
-    @property
+    @cached_property
     def main_head_owner(self) -> IntArray:
         """int64 [H], Ulysses rank that computes most rows of each head, the lowest of several."""
         rows = np.zeros((self.num_heads, self.ulysses_degree), dtype=np.int64)
@@ -133,6 +133,7 @@ class PartitionPlan:
             self.head_items[:, END] - self.head_items[:, BEGIN],
         )
         owner: IntArray = rows.argmax(axis=1)
+        owner.setflags(write=False)
         return owner
 
     @property
@@ -165,9 +166,13 @@ class PartitionPlan:
         """int64 [U, R], (head, q-block) rows that each rank computes."""
         return rows_by_rank(self.head_items, self.q_block_owner, self.q_moves, self.ulysses_degree, self.ring_degree)
 
-    def kv_heads(self, num_kv_heads: int | None = None) -> list[IntArray]:
-        """K/V heads that each Ulysses rank needs, ascending; `num_kv_heads` Hkv divides H, default H."""
-        return kv_heads_by_rank(self.head_items, self.ulysses_degree, self._group_size(num_kv_heads))
+    def kv_heads(self, num_kv_heads: int | None = None) -> tuple[IntArray, ...]:
+        """K/V heads that each Ulysses rank needs, ascending; `num_kv_heads` Hkv divides H, default H. Made once."""
+        kept: dict[int, tuple[IntArray, ...]] = vars(self).setdefault("_kv_heads", {})
+        group = self._group_size(num_kv_heads)
+        if group not in kept:
+            kept[group] = tuple(kv_heads_by_rank(self.head_items, self.ulysses_degree, group))
+        return kept[group]
 
     def extra_kv_copies(self, num_kv_heads: int | None = None) -> int:
         """K/V heads that ranks hold beyond one copy of each; what cut heads (and torn groups) cost."""
@@ -224,7 +229,7 @@ class PartitionPlan:
         """int64 [moved], k-blocks whose owner is not the ring rank of their home."""
         return np.flatnonzero(self.kv_block_owner != self.kv_block_home // self.ulysses_degree)
 
-    @property
+    @cached_property
     def moved_q_fraction(self) -> float:
         """Moved (head, q-block) rows over all rows."""
         return int(self.moved_q_rows.sum()) / (self.num_heads * self.num_q_blocks)

@@ -53,7 +53,8 @@ class LayerCall:
     grid: tuple[int, int, int] | None
     engine: Engine
 
-    @property
+    # Kept from when they are first asked for, which is before any autograd function turns gradients off.
+    @cached_property
     def shape(self) -> CallShape:
         """What the work depends on beside plan and layout."""
         blocks = self.mask if isinstance(self.mask, BlockMask) else None
@@ -82,7 +83,7 @@ class LayerCall:
         shape, size = self.shape, self.layout.block_size
         return size % shape.block_size_q == 0 and size % shape.block_size_k == 0
 
-    @property
+    @cached_property
     def plan_key(self) -> tuple[object, ...]:
         """What a plan depends on beside counts."""
         blocks = (self.mask.block_size_q, self.mask.block_size_k) if isinstance(self.mask, BlockMask) else ()
@@ -103,7 +104,7 @@ class LayerCall:
             self.engine.name,
         )
 
-    @property
+    @cached_property
     def needs_grad(self) -> bool:
         """Whether a backward pass may follow, which all ranks must then take part in."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))

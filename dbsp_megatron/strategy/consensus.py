@@ -33,6 +33,8 @@ def call_beliefs(
         layer: layer index.
         step: number of the step.
     """
+    # Asked for now: where words are made, gradients may be off.
+    needs_grad = call is not None and call.needs_grad
     return {
         "layer and step": Belief(
             digest_int(layer, step),
@@ -46,8 +48,8 @@ def call_beliefs(
             "that all ranks use",
         ),
         "whether gradients are needed": Belief(
-            int(call.needs_grad) if call else 0,
-            lambda: "needed" if call and call.needs_grad else "not needed",
+            int(needs_grad),
+            lambda: "needed" if needs_grad else "not needed",
             "run all ranks in the same grad mode, on tensors that require gradients alike",
         ),
         "mask": Belief(

@@ -6,7 +6,7 @@ Dims: B batch, s tokens of this rank, H/Hkv heads, D head dim, nb/N blocks of th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -90,7 +90,8 @@ class MeshExecutor:
         shape, workload = call.shape, None
         if counts is not None:
             workload = counts.workload
-            shape = replace(shape, whole_chunks=shape.whole_chunks or counts.density == 1.0)
+            if counts.density == 1.0 and not shape.whole_chunks:
+                shape = replace(shape, whole_chunks=True)
         try:
             return self._guard.executable(plan, shape, call.layout, where, workload), None
         except ValueError as error:
@@ -121,14 +122,27 @@ class MeshExecutor:
         self._work.move_to_end(key)
         return cast(WorkIndex, self._work[key])
 
-    def _exchange(self, index: WorkIndex) -> Exchange:
+    def _exchange(self, index: WorkIndex, ready: Callable[[], None] | None = None) -> Exchange:
         if len(index.peers) == 1:
-            return Exchange(None, 0, self.traffic)
+            return Exchange(None, 0, self.traffic, ready)
         group = self.mesh.group if index.moves else self.mesh.ulysses_group
-        return Exchange(group, index.peers.index(self.mesh.rank), self.traffic)
+        return Exchange(group, index.peers.index(self.mesh.rank), self.traffic, ready)
 
-    def execute(self, call: LayerCall, plan: PartitionPlan, rows: Tensor | BlockMask) -> Tensor:
-        """Output [B, s, H, Dv] of a call; rows as `LayerRunner.run` returns them, plan of this mesh and executable."""
+    def execute(
+        self,
+        call: LayerCall,
+        plan: PartitionPlan,
+        rows: Tensor | BlockMask,
+        ready: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Output [B, s, H, Dv] of a call.
+
+        Args:
+            call: the call.
+            plan: a plan of this mesh, executable.
+            rows: as `LayerRunner.run` returns them; the mask itself if `ready` is given.
+            ready: called before anything is sent, at least once unless nothing is; raises if nothing may be.
+        """
         mask: BlockMask | _OwnerRows
         mask = rows.to(call.q.device) if isinstance(rows, BlockMask) else self._rows_to_owners(call, plan, rows)
         chunks = self._head_chunks(call, plan)
@@ -137,11 +151,11 @@ class MeshExecutor:
                 Tensor,
                 PipelinedAttention.apply(
                     *(call.q, call.k, call.v),
-                    [self._chunk(call, plan, mask, heads) for heads in chunks],
+                    [self._chunk(call, plan, mask, heads, ready) for heads in chunks],
                     call.needs_grad,
                 ),
             )
-        whole = self._chunk(call, plan, mask, None)
+        whole = self._chunk(call, plan, mask, None, ready)
         if all(side.identity for side in whole.sides):
             # An autograd function that hands its input on makes a view, which nobody could write to in place.
             return cast(Tensor, RingAttention.apply(*as_they_are((call.q, call.k, call.v)), whole.work))
@@ -164,7 +178,12 @@ class MeshExecutor:
         return cast("list[np.ndarray]", self._chunks[key])
 
     def _chunk(
-        self, call: LayerCall, plan: PartitionPlan, mask: BlockMask | _OwnerRows, chosen: np.ndarray | None
+        self,
+        call: LayerCall,
+        plan: PartitionPlan,
+        mask: BlockMask | _OwnerRows,
+        chosen: np.ndarray | None,
+        ready: Callable[[], None] | None,
     ) -> HeadChunk:
         """Exchange and attention of some heads, or of all."""
         layout, device = call.layout, call.q.device
@@ -186,13 +205,13 @@ class MeshExecutor:
             schedule = ring_schedule(mask.of(index), sizes, index, self.mesh.ring_rank, needed=None, join=join)
         work = RingWork(
             schedule=schedule,
-            ring=Ring(self.mesh.ring_group, self.traffic, self.config.kv_prefetch),
+            ring=Ring(self.mesh.ring_group, self.traffic, self.config.kv_prefetch, ready),
             scale=call.scale,
             kv_index=None if index.in_order else index.kv_index,
             engine=call.engine,
             plan=digest_int(plan.digest),
         )
-        return HeadChunk(index.q_side, index.kv_side, self._exchange(index), work)
+        return HeadChunk(index.q_side, index.kv_side, self._exchange(index, ready), work)
 
     def _static_schedule(self, mask: BlockMask, index: WorkIndex, join: bool) -> RingSchedule:
         """Schedule of a mask that every rank holds whole, so that each knows what K/V the others read."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dbsp_megatron.attention.exchange import Traffic
 from dbsp_megatron.block_mask import BlockMask
-from dbsp_megatron.comm.agree import agree
+from dbsp_megatron.comm.agree import Agreement, agree
 from dbsp_megatron.comm.transfer import HostCopy
 from dbsp_megatron.masks import MaskMethod
 from dbsp_megatron.parallel_state import SequenceParallelGroups
@@ -121,9 +121,10 @@ class LayerRunner:
         """
         where = f"attention layer {layer}, step {step}"
         before = self.traffic.bytes_sent
-        counts = plan = peeked = None
+        mask = counts = plan = peeked = None
         if call is not None and isinstance(call.mask, BlockMask):
-            counts = self._static_counts(call.mask, call)
+            mask = call.mask
+            counts = self._static_counts(mask, call)
             peeked = self.planning.peek(call, counts.workload)
             if peeked is not None:
                 plan, fault = self._executable(call, peeked[0], where, counts)
@@ -132,21 +133,28 @@ class LayerRunner:
         if call is not None:
             orders, fault = self._reorder.orders_of(call)
             problem = problem or fault
-        try:
-            agree(where, problem, call_beliefs(call, plan, orders, layer, step), self.groups.control_group)
-        except ValueError:
-            self.planning.refused()
-            raise
+        agreement = Agreement(where, problem, call_beliefs(call, plan, orders, layer, step), self.groups.control_group)
+        # Alike on all ranks that agree. Where mask and plan are known, nothing is exchanged before q, k and v.
+        fits = problem is None and orders is None and not self._verifier.is_due(step)
+        if fits and call is not None and mask is not None and counts is not None and plan is not None and peeked:
+            out, watch = self._execute_meanwhile(agreement, call, plan, mask)
+            self.planning.measure(call)
+            self.planning.adopt(call, counts.workload)
+            self._note(records, call, plan, peeked[1], counts)
+            self._note_watch(records, call, watch, before)
+            return out, mask, plan
+
+        self._finish(agreement)
         if call is None:
             raise ValueError(f"{where}: {problem}")
-
         self.planning.measure(call)
         reused = False
         if counts is not None:
-            if plan is None:
+            if plan is None or peeked is None:
                 plan, reused = self._agreed_plan(call, counts, where)
             else:
-                reused = self.planning.plan(call, counts.workload)[1]
+                self.planning.adopt(call, counts.workload)
+                reused = peeked[1]
         watch = Stopwatch(call.q.device)
         if orders is not None:
             q, k, v = self._reorder.enter(call, orders)
@@ -157,8 +165,6 @@ class LayerRunner:
             rows, plan, reused, counts = self._predicted_rows(call, call.mask, where)
         if plan is None:
             raise RuntimeError(f"{where}: no plan was made")
-        if counts is not None:
-            self._observe_layout(call, plan, counts)
         self._note(records, call, plan, reused, counts)
         check = self._verifier.verification(where, step, rows, call.layout, call.scale)
         if check is not None and call.needs_grad:
@@ -166,15 +172,51 @@ class LayerRunner:
             call = replace(call, q=q, k=k, v=v)
         out = self._executor(plan).execute(call, plan, rows)
         watch.stop()
-        self.planning.note(call, watch)
-        record = records.layer(layer)
-        record.bytes_sent += self.traffic.bytes_sent - before
-        record.watches.append(watch)
+        self._note_watch(records, call, watch, before)
         if check is not None:
             out = check.leave(call.q, call.k, call.v, out, backward=call.needs_grad)
         if orders is not None:
             out = self._reorder.leave(out, call, orders)
         return out, rows, plan
+
+    def _finish(self, agreement: Agreement) -> None:
+        try:
+            agreement.finish()
+        finally:
+            if agreement.is_refused:
+                self.planning.refused()
+
+    def _execute_meanwhile(
+        self, agreement: Agreement, call: LayerCall, plan: PartitionPlan, mask: BlockMask
+    ) -> tuple[Tensor, Stopwatch]:
+        """The output of a call and its time; what is sent is made ready while ranks agree.
+
+        Raises:
+            ValueError: as `run`; nothing was sent.
+        """
+        try:
+            watch = Stopwatch(call.q.device)
+
+            # Kept until the backward pass, so it must not hold the call.
+            def ready() -> None:
+                late = agreement.must_wait
+                agreement.finish()
+                if late:
+                    # What others were late by is no time of attention.
+                    watch.restart()
+
+            out = self._executor(plan).execute(call, plan, mask, ready)
+            # It may be that nothing had to be sent.
+            ready()
+        except BaseException:
+            # Whatever failed here, the others count on this rank; what they have to tell goes first.
+            if agreement.is_open:
+                agreement.finish()
+            raise
+        finally:
+            if agreement.is_refused:
+                self.planning.refused()
+        return out, watch.stop()
 
     def better_homes(self, layout: TokenLayout) -> np.ndarray | None:
         """Homes that should replace those of a layout, by the counts of the mesh that most calls ran on."""
@@ -274,6 +316,13 @@ class LayerRunner:
         if self.strategy.calibrates_layout:
             self._calibrators.observe(call.layer, call.layout, counts.workload, plan)
 
+    def _note_watch(self, records: StepRecords, call: LayerCall, watch: Stopwatch, before: int) -> None:
+        """What a call took, which began when `before` bytes were sent."""
+        self.planning.note(call, watch)
+        record = records.layer(call.layer)
+        record.bytes_sent += self.traffic.bytes_sent - before
+        record.watches.append(watch)
+
     def _note(
         self, records: StepRecords, call: LayerCall, plan: PartitionPlan, reused: bool, counts: LayerCounts | None
     ) -> None:
@@ -281,12 +330,14 @@ class LayerRunner:
 
         Counts that are still under way are told of in the next step: those of the step before stand in for them.
         """
+        if counts is not None:
+            self._observe_layout(call, plan, counts)
         key = (call.layer, call.plan_key)
         record = records.layer(call.layer)
         record.mesh = (plan.ulysses_degree, plan.ring_degree)
         record.predicted_us += self.planning.predicted_us(call)
         record.reused, record.moved_q_fraction = reused, plan.moved_q_fraction
-        record.head_owner = [int(owner) for owner in plan.main_head_owner]
+        record.head_owner = plan.main_head_owner.tolist()
         if counts is not None:
             remember(self.latest, key, (plan, counts))
         elif key in self.latest:

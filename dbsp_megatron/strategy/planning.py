@@ -35,6 +35,10 @@ class Planning(ABC):
             workload: counts of this step; None takes the observed ones.
         """
 
+    def adopt(self, call: LayerCall, workload: Workload) -> None:
+        """Takes note that the call was given what `peek` gave for these counts."""
+        self.plan(call, workload)
+
     @abstractmethod
     def observe(self, call: LayerCall, step: int, workload: Workload) -> None:
         """Takes the counts of an earlier step of the same layer."""
@@ -81,6 +85,9 @@ class FixedMesh(Planning):
     def peek(self, call: LayerCall, workload: Workload) -> tuple[PartitionPlan, bool] | None:
         """The plan of the call."""
         return self.plan(call, workload)
+
+    def adopt(self, call: LayerCall, workload: Workload) -> None:
+        """Nothing to do: `peek` took note."""
 
     def plan(self, call: LayerCall, workload: Workload | None) -> tuple[PartitionPlan, bool]:
         """By the rule of the cache."""

@@ -28,15 +28,22 @@ class Stopwatch:
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._events[0].record()
+            # Asked for once, as each answer takes the host as long as an event does.
+            self._stream = torch.cuda.current_stream()
+        self._elapsed = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """The work begins only now."""
+        if self._cuda:
+            self._events[0].record(self._stream)
         else:
             self._start = time.perf_counter()
-            self._elapsed = 0.0
 
     def stop(self) -> Stopwatch:
         """End of the work."""
         if self._cuda:
-            self._events[1].record()
+            self._events[1].record(self._stream)
         else:
             self._elapsed = time.perf_counter() - self._start
         return self
@@ -138,7 +145,10 @@ class StepRecords:
 
     def layer(self, layer: int) -> LayerRecord:
         """The record of a layer, made when first asked for."""
-        return self.layers.setdefault(layer, LayerRecord(layer))
+        record = self.layers.get(layer)
+        if record is None:
+            record = self.layers[layer] = LayerRecord(layer)
+        return record
 
     def measured_ms(self) -> float:
         """Attention time of this rank in this step."""

@@ -249,14 +249,17 @@ class Verifier:
         self._steps: set[int] = set()
         self._said: set[tuple[str, ...]] = set()
 
+    def is_due(self, step: int) -> bool:
+        """Whether `verification` would give something that verifies a call of this step."""
+        return step in self._steps or len(self._steps) < self._num_steps
+
     def verification(
         self, where: str, step: int, rows: Tensor | BlockMask, layout: TokenLayout, scale: float
     ) -> Verification | None:
         """What verifies a call; None after the first steps. Ranks that agree on the steps get the same answer."""
-        if step not in self._steps:
-            if len(self._steps) >= self._num_steps:
-                return None
-            self._steps.add(step)
+        if not self.is_due(step):
+            return None
+        self._steps.add(step)
         return Verification(where, rows, layout, scale, self._group, self._speaks, self._said)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_GLUON_DTYPE = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16, "torch.float32": gl.float32}
+_GLUON_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @gluon.jit
@@ -99,6 +102,11 @@ def bshd_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
     batch, seqlen, heads, head_dim = x.shape
     # The stride of a dim of one element is never used, but has to be a legal one: torch leaves anything there.
     strides = [x.stride(i) if x.shape[i] > 1 else head_dim for i in (0, 2, 1)]
-    block = [1, 1, rows, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPE[str(x.dtype)])
-    return TensorDescriptor(x, [batch, heads, seqlen, head_dim], [*strides, 1], block, layout)
+    layout = _shared_layout(rows, dim, x.dtype)
+    return TensorDescriptor(x, [batch, heads, seqlen, head_dim], [*strides, 1], [1, 1, rows, dim], layout)
+
+
+@cache
+def _shared_layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a copy lies in shared memory; made once, as it takes most of the time of a descriptor."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], _GLUON_DTYPE[dtype])

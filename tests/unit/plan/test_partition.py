@@ -69,6 +69,16 @@ def test_moved_fractions_compare_owner_with_ring_of_home() -> None:
     assert plan.num_split_heads == 0
 
 
+def test_what_is_made_once_is_told_by_group_and_cannot_be_written_to() -> None:
+    plan = small_plan(head_owner=[0, 0, 1, 0])
+    assert [x.tolist() for x in plan.kv_heads()] == [[0, 1, 3], [2]]
+    assert [x.tolist() for x in plan.kv_heads(2)] == [[0, 1], [1]]
+    assert [x.tolist() for x in plan.kv_heads(4)] == [[0, 1, 3], [2]]
+    assert plan.main_head_owner.tolist() == [0, 0, 1, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.main_head_owner[0] = 1
+
+
 def test_cut_heads_and_moves_are_counted() -> None:
     """Homes lie on ring ranks 0 0 1 1, owners on 0 1 1 0: q-blocks 1 and 3 are moved, but for block 3 of rank 1."""
     plan = cut_plan()

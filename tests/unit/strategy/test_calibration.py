@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from dbsp_megatron.block_mask import BlockMask
 from dbsp_megatron.plan import Workload, plan_workload
 from dbsp_megatron.plan.hot_layout import stripe_deviation
+from dbsp_megatron.plan.items import items_of_owners
 from dbsp_megatron.strategy.calibration import LayoutCalibrator
 from dbsp_megatron.strategy.layout import TokenLayout
 
@@ -92,3 +95,20 @@ def test_layouts_of_other_homes_have_other_keys() -> None:
     swapped[[0, 1]] = swapped[[1, 0]]
     assert len({plain.key, layout_of(2, homes=swapped).key, layout_of(2, homes=plain.homes.copy()).key}) == 3
     assert layout_of(2, homes=swapped).key == layout_of(2, homes=swapped.copy()).key
+
+
+def test_observe_takes_each_plan_and_each_mask_for_what_they_are() -> None:
+    """What is kept of the call before serves the same mask and plan only."""
+    layout = layout_of(3, 2)
+    masks = [hot_workload(layout, 3, 2, hot=hot, num_heads=3) for hot in (0, 1)]
+    made = plan_workload(masks[0], ulysses_degree=2, ring_degree=3, block_policy="home")
+    plans = [replace(made, head_items=items_of_owners(np.array(owner), NUM_BLOCKS)) for owner in ([0, 0, 1], [0, 1, 1])]
+    calls = [(mask, plan) for mask in masks for plan in plans]
+    together = LayoutCalibrator(2, 3)
+    want = np.zeros(1, dtype=np.int64)
+    for mask, plan in [*calls, *calls[1:], calls[0], calls[0]]:
+        together.observe(0, layout, mask, plan)
+        alone = LayoutCalibrator(2, 3)
+        alone.observe(0, layout, mask, plan)
+        want = want + alone._sums[layout.seqlen, 4].by_layer[0]
+    assert np.array_equal(together._sums[layout.seqlen, 4].by_layer[0], want)
