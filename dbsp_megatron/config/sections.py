@@ -94,6 +94,9 @@ class LoopConfig:
     context: str = ""
     """Safetensors file of text features [L, text_dim] for models with text: named like a clip's file, or `context` for
     all; empty trains without text (zeros)."""
+    image_context: str = ""
+    """Safetensors file of image features [L, image_dim], named like the clip (`bikes.mp4@16`), for models that attend
+    to an image (image_dim): tools/encode_images.py."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0 writes one at the end only."""
     keep_last: int = 2

@@ -19,6 +19,9 @@ class Clip:
     """File name of the video and first frame, e.g. `bikes.mp4@16`."""
     index: int
     """Position in the dataset."""
+    condition: Tensor | None = None
+    """float32 [K, T, H, W] on CPU: what a model is given of the clip beside its noisy channels; None if nothing was
+    made beforehand."""
 
 
 class ClipError(ValueError):
@@ -39,12 +42,18 @@ class ClipSource(Protocol):
 
     channels: int
     """C of all clips."""
+    condition_channels: int
+    """K of all clips; 0 if nothing was made beforehand."""
     skipped: list[tuple[str, str]]
     """(path, reason) of what was left out."""
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """T, H, W of every clip, by index."""
+
+    @property
+    def names(self) -> list[str]:
+        """Name of every clip, by index."""
 
     @property
     def digest(self) -> str:
