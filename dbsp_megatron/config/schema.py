@@ -158,6 +158,8 @@ class InferConfig:
             value = getattr(sample, key)
             if model.text == "none" and value != unset:
                 raise ValueError(f"sample.{key}={value} needs a model with text; this one has none: remove the setting")
+        check_image(model, f"checkpoint {self.checkpoint}", "sample.image_context", sample.image_context)
+        check_first_frame(sample, model)
         check_strategy(model, self.checkpoint, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads)
         self.mask.check_model(model.num_heads, model.num_attention_layers)
@@ -245,6 +247,28 @@ def check_image(model: DiTConfig, name: str, key: str, path: str) -> None:
         )
     if model.image_dim is None and path:
         raise ValueError(f"{key}={path} needs a model with image_dim; model={name} has none: remove the setting")
+
+
+def check_first_frame(sample: SampleConfig, model: DiTConfig) -> None:
+    """Refuse a model of image to video without a first frame, and a first frame that no model would be given.
+
+    Args:
+        sample: what to sample.
+        model: the model description.
+
+    Raises:
+        ValueError: see above.
+    """
+    if model.condition_channels and not sample.first_frame:
+        raise ValueError(
+            "sample.first_frame must name what to start from, got nothing: this model is given "
+            f"{model.condition_channels} channels of a first frame"
+        )
+    if sample.first_frame and not model.condition_channels:
+        raise ValueError(
+            f"sample.first_frame={sample.first_frame} needs a model of image to video, this one takes no first frame: "
+            "remove the setting"
+        )
 
 
 def check_strategy(model: DiTConfig, name: str, sp: SequenceParallelConfig, mask: MaskConfig) -> None:

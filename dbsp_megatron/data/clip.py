@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -46,6 +47,8 @@ class ClipSource(Protocol):
     """K of all clips; 0 if nothing was made beforehand."""
     skipped: list[tuple[str, str]]
     """(path, reason) of what was left out."""
+    origin: Mapping[str, Any] | None
+    """What a sampler has to know of latents, as of `LatentInfo.origin`; None for pixels."""
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:

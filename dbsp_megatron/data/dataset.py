@@ -6,6 +6,8 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class VideoDataset:
         config: the settings.
         channels: of a clip, red, green and blue.
         condition_channels: none; what a model is given of the first frame follows from the clip.
+        origin: none, since clips are pixels.
         skipped: (path, reason) of everything left out; filled only with `config.skip_bad_data`.
 
     Raises:
@@ -38,6 +41,7 @@ class VideoDataset:
 
     channels = 3
     condition_channels = 0
+    origin: Mapping[str, Any] | None = None
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from dbsp_megatron.data.clip import Clip
 from dbsp_megatron.data.config import DataConfig
@@ -27,6 +30,7 @@ class LatentDataset:
         config: the settings; `latents`, `patch_size` and `skip_bad_data` count.
         channels: C of all clips.
         condition_channels: K of all clips, what an image-to-video model is given beside them; 0 for none.
+        origin: of the largest clip.
         skipped: (path, reason) of everything left out; filled only with `config.skip_bad_data`.
 
     Raises:
@@ -51,6 +55,8 @@ class LatentDataset:
             logger.warning("skipped %d bad files of data.latents; the first: %s: %s", len(self.skipped), path, reason)
         self.channels = self._clips[0].shape[0]
         self.condition_channels = self._clips[0].condition_channels
+        largest = max(range(len(self._clips)), key=lambda index: (math.prod(self._clips[index].size), -index))
+        self.origin: Mapping[str, Any] | None = self._clips[largest].origin
         self._check_alike()
 
     def _info(self, path: str) -> LatentInfo | LatentError:

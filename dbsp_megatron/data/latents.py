@@ -51,6 +51,24 @@ class LatentInfo:
         """T, H, W."""
         return self.shape[1:]
 
+    @property
+    def pixels(self) -> tuple[int, int, int] | None:
+        """Frames, height and width of the clip that was encoded; None if the header does not say."""
+        try:
+            return (len(range(*self.settings["frames"])), *map(int, self.settings["size"]))  # type: ignore[return-value]
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a sampler has to know to make such latents, as JSON values: `shape`, `pixels` and `vae`."""
+        pixels = self.pixels
+        return {
+            "shape": list(self.shape),
+            "pixels": None if pixels is None else list(pixels),
+            "vae": self.settings.get("vae"),
+        }
+
 
 def write_latents(
     path: str | os.PathLike[str],

@@ -203,13 +203,13 @@ class ImageFeatures:
     Args:
         model: what attends to them.
         path: the file.
-        names: of all clips that will be asked for.
+        names: of all clips that will be asked for; None for all that the file has.
 
     Raises:
         ValueError: the file is missing or unreadable, lacks a clip, or a tensor does not fit the model.
     """
 
-    def __init__(self, model: DiTConfig, path: str, names: Sequence[str]) -> None:
+    def __init__(self, model: DiTConfig, path: str, names: Sequence[str] | None) -> None:
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -219,6 +219,7 @@ class ImageFeatures:
         except SafetensorError as error:
             raise ValueError(f"the image features {path} are not a readable safetensors file: {error}") from error
         found = set(self._file.keys())
+        self.names = names = sorted(found) if names is None else list(names)
         missing = [name for name in names if name not in found]
         if missing:
             raise ValueError(

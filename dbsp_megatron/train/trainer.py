@@ -93,6 +93,7 @@ class Trainer:
             reorders=config.parallel.model_size == 1,
         )
         self.num_train = count_training_clips(dataset, config, world, self.mesh)
+        self._origin = dataset.origin
         self.loader = clip_loader(dataset, self.model_config, loop.context, loop.image_context)
         self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
         self._batches = StepBatches(self.loader, self.plan, loop, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size)
@@ -328,6 +329,7 @@ class Trainer:
             "seed": self.config.train.seed,
             "world_size": self.world.size,
             "has_ema": self.engine.ema is not None,
+            "latents": self._origin,
         }
         self._writer.save(self.checkpoints, self.steps_done, self.engine.state(), state)
         self._last_saved = self.steps_done

@@ -41,6 +41,7 @@ class MemoryClips:
     digest = "memory"
     channels = 3
     condition_channels = 0
+    origin: dict[str, Any] | None = None
 
     def __init__(self, num_clips: int, data: DataConfig) -> None:
         generator = torch.Generator().manual_seed(5)

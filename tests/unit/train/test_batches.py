@@ -98,6 +98,7 @@ class _OneReader:
 
     channels = 3
     condition_channels = 0
+    origin: dict[str, int] | None = None
     digest = "one reader"
 
     def __init__(self) -> None:
