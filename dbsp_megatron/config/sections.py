@@ -242,7 +242,7 @@ class SampleConfig:
     weights: Literal["ema", "model"] = "ema"
     """ema uses averaged weights where the checkpoint has them."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 computes under autocast."""
+    """bf16 computes under autocast, and keeps the matrices of layers in bf16: same results, half of their memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
     timeout_s: float = 600

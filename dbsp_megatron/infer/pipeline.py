@@ -28,6 +28,7 @@ from dbsp_megatron.infer.video_file import write_mp4
 from dbsp_megatron.models.build import build_model
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.config import model_from_fields
+from dbsp_megatron.models.dit.narrow import narrow_matrices
 from dbsp_megatron.observability import ProgressBar, get_logger
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.plan import reuse_table
@@ -75,6 +76,8 @@ class SamplingPipeline:
         self.weights = load_trained(module, checkpoint, world, config.sample.weights)
         if self.weights != config.sample.weights:
             logger.info("%s holds no averaged weights: the plain ones are used", checkpoint.path)
+        if config.sample.precision == "bf16":
+            narrow_matrices(module, torch.bfloat16)
         self.sharded = shard_model(
             module,
             module,
