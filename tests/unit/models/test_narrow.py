@@ -14,7 +14,8 @@ from dbsp_megatron import SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.masks import VsaMask
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
-from dbsp_megatron.models.dit.lora_layers import LoraConfig, add_lora
+from dbsp_megatron.models.dit.lora import LoraConfig
+from dbsp_megatron.models.dit.lora_layers import add_lora
 from dbsp_megatron.models.dit.model import VideoDiT
 from dbsp_megatron.models.dit.narrow import narrow_matrices
 from tests.distributed import axial_models
