@@ -80,6 +80,10 @@ class Point:
     """fp32 [1, N, C]: the velocity that training asks for."""
     context: Tensor | None
     """Text features [1, L, text_dim]."""
+    condition: Tensor | None = None
+    """fp32 [1, N, K] on the CPU: what is given of the first frame, without noise."""
+    image_context: Tensor | None = None
+    """Image features [1, L, image_dim]."""
 
 
 class DumpedInputs:

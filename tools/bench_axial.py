@@ -35,6 +35,7 @@ from dbsp_megatron.attention.api import block_sparse_attention
 from dbsp_megatron.dsp import DspGroup, DspMesh
 from dbsp_megatron.models.axial import AxialConfig, AxialDiT
 from dbsp_megatron.models.dit import load_model_config
+from dbsp_megatron.models.dit.narrow import narrow_matrices
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.observability.environment import collect_environment
 from tools.attention_rounds import Clock
@@ -161,15 +162,19 @@ class Measured:
         }
         if config.text == "cross":
             self.given["context"] = draw(bench.batch, config.text_len, config.text_dim or 0)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=self.device.type == "cuda")
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def infer(self) -> None:
-        """One prediction."""
+        """One prediction, with matrices as dbsp-infer keeps them; no `train` can follow."""
+        if self.device.type == "cuda":
+            narrow_matrices(self.model, torch.bfloat16)
         with torch.no_grad(), self._bf16():
             self.model(**self.given)
 
     def train(self) -> None:
         """One step: forward, backward, AdamW."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=self.device.type == "cuda")
         with self._bf16():
             out = self.model(**self.given)
         out.float().square().mean().backward()
@@ -213,9 +218,9 @@ def measure(bench: AxialBench, num_ranks: int) -> list[dict[str, Any]]:
         {"ranks": num_ranks, "kind": kind, "ms": None, "fail": None} for kind in bench.kinds
     ]
     try:
-        measured = Measured(bench, num_ranks)
-        clock = Clock(measured.device)
         for record in records:
+            measured = Measured(bench, num_ranks)
+            clock = Clock(measured.device)
             call = measured.infer if record["kind"] == INFER else measured.train
             call()
             if measured.mesh is not None:
@@ -225,6 +230,7 @@ def measure(bench: AxialBench, num_ranks: int) -> list[dict[str, Any]]:
             times = [clock.start(call, 1)() for _ in range(bench.rounds)]
             record |= {"ms": median(times), "round_ms": times, "peak_mib": peak, "sent_bytes": sent}
             record |= {f"{kind}_ms": ms for kind, ms in shares(call, measured.device).items()} | measured.facts()
+            del measured, call
     except (ValueError, RuntimeError) as error:  # Out of memory among them: the other sizes may still run.
         for record in records:
             record["fail"] = record["fail"] or (in_a_line(error) if record["ms"] is None else None)

@@ -155,7 +155,8 @@ def _batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (names[start : start + size] for start in range(0, len(names), size))
 
 
-def _is_done(path: Path, metadata: dict[str, str], names: Iterable[str]) -> bool:
+def is_done(path: Path, metadata: dict[str, str], names: Iterable[str]) -> bool:
+    """Whether a safetensors file is there, whole, with this header and tensors of these names."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -181,7 +182,7 @@ def _run(given: argparse.Namespace) -> str:
         "captions": hashlib.sha256(json.dumps(captions, sort_keys=True).encode()).hexdigest(),
     }
     metadata = {"format": FORMAT, "settings": json.dumps(settings, sort_keys=True)}
-    if _is_done(given.output, metadata, captions):
+    if is_done(given.output, metadata, captions):
         return f"{len(captions)} captions were encoded already: {given.output}"
     cut = sum(length > given.length for length in encoder.lengths(list(captions.values())))
     if cut:

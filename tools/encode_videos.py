@@ -7,8 +7,9 @@ Usage:
 
 Each clip becomes one safetensors file: `latents` [C, T, H, W], normalised by the VAE's own mean and deviation (or
 factor), and in its header what made it. A video gets the size whose shape is nearest to its own, and the most frames
-that it has. Files that are there already are kept, so that the same command goes on after a stop; `--part 0/4` to `3/4`
-share the work. Nothing is fetched; weights are read from safetensors only.
+that it has. With --first-frame a file also holds `condition` [K, T, H, W], what Wan's and CogVideoX's image-to-video
+models are given beside the noisy latents. Files that are there already are kept, so that the same command goes on after
+a stop; `--part 0/4` to `3/4` share the work. Nothing is fetched; weights are read from safetensors only.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def tasks_of(file: VideoFile, info: VideoInfo, given: argparse.Namespace) -> Ite
 
 def settings_of(task: Task, vae: VideoVae, given: argparse.Namespace) -> dict[str, Any]:
     """What determines the numbers of a file."""
-    return {
+    # Files of before there were conditions have no such key.
+    condition = {"condition": "first frame"} if given.first_frame else {}
+    return condition | {
         "vae": {**vae.identity, "posterior": given.posterior},
         "seed": given.seed if given.posterior == "sample" else None,
         "tiling": given.tiling,
@@ -113,7 +116,8 @@ def is_done(task: Task, settings: dict[str, Any]) -> bool:
     except LatentError:
         return False
     if info.settings != settings or info.name != task.name:
-        wrong = sorted(key for key in settings if info.settings.get(key) != settings[key]) or ["name"]
+        keys = sorted(settings.keys() | info.settings.keys())
+        wrong = [key for key in keys if info.settings.get(key) != settings.get(key)] or ["name"]
         raise ValueError(
             f"--output must not hold files made with other settings, got another {wrong[0]} in {task.path}; "
             "choose another --output, or remove that one"
@@ -128,20 +132,32 @@ def encode_task(task: Task, vae: VideoVae, settings: dict[str, Any], given: argp
     if given.posterior == "sample":
         generator = keyed_generator(f"posterior of {task.name}", given.seed)
     latents = vae.encode(video, generator).to(DTYPES[given.dtype])
-    write_latents(task.path, latents, name=task.name, settings=settings)
+    condition = vae.encode_first_frame(video).to(DTYPES[given.dtype]) if given.first_frame else None
+    write_latents(task.path, latents, name=task.name, settings=settings, condition=condition)
+
+
+def check_names(files: Sequence[VideoFile]) -> None:
+    """Refuse two videos of one name, by which clips are told apart.
+
+    Raises:
+        ValueError: there are some.
+    """
+    name, times = Counter(file.name for file in files).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"videos must have different names, got {name} {times} times; encode them into two folders")
 
 
 def _run(given: argparse.Namespace) -> str:
     files = [file for entry in given.videos for file in expand_entry(entry)]
-    name, times = Counter(file.name for file in files).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"videos must have different names, got {name} {times} times; encode them into two folders")
+    check_names(files)
     index, count = given.part
     device = torch.device(given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     vae = load_vae(given.vae, device=device, dtype=DTYPES[given.compute_dtype])
     for frames in given.num_frames:
         for size in given.size:
             vae.check_size(frames, *size)
+    if given.first_frame:
+        vae.check_first_frame()
     if given.tiling:
         vae.module.enable_tiling()
     made = kept = skipped = 0
@@ -185,13 +201,9 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Encode videos by a local VAE into files that data.latents reads.")
+def add_clip_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which clips are cut from which videos."""
     parser.add_argument("videos", nargs="+", help="files, folders and patterns, as data.paths")
-    parser.add_argument(
-        "--vae", type=Path, required=True, help="local folder of a VAE of diffusers, or of its pipeline"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     parser.add_argument(
         "--num-frames", type=_positive, action="append", required=True, help="may be given several times"
     )
@@ -199,14 +211,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--frame-stride", type=_positive, default=1, help="take every n-th frame")
     parser.add_argument("--clip-stride", type=_positive, help="frames between clips (default: no overlap)")
     parser.add_argument("--max-clips-per-file", type=_positive, help="default: all")
+    parser.add_argument("--probe", choices=("packets", "decode"), default="packets", help="how frames are counted")
+    parser.add_argument("--skip-bad-data", action="store_true", help="leave out videos that cannot be used")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Encode videos by a local VAE into files that data.latents reads.")
+    add_clip_arguments(parser)
+    parser.add_argument(
+        "--vae", type=Path, required=True, help="local folder of a VAE of diffusers, or of its pipeline"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the files")
     parser.add_argument("--compute-dtype", choices=sorted(DTYPES), default="fp32", help="of the VAE")
     parser.add_argument("--posterior", choices=("mode", "sample"), default="mode", help="the VAE's mean, or a draw")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument(
+        "--first-frame", action="store_true", help="also write what models of image to video are given of it"
+    )
     parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="encode every N-th video only")
-    parser.add_argument("--probe", choices=("packets", "decode"), default="packets", help="how frames are counted")
     parser.add_argument("--tiling", action="store_true", help="encode large frames tile by tile: less memory, seams")
-    parser.add_argument("--skip-bad-data", action="store_true", help="leave out videos that cannot be used")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dbsp_megatron.attention.module import DualBalancedAttention
-from dbsp_megatron.data import DataConfig, PixelPatchEncoder, VideoDataset
+from dbsp_megatron.data import DataConfig, PixelPatchEncoder, open_dataset
 from dbsp_megatron.infer.pipeline import model_from_state
 from dbsp_megatron.masks import DenseMask, MaskMethod, TokenGrid
 from dbsp_megatron.models.dit import VideoDiT
 from dbsp_megatron.strategy import SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.train import flow_matching
-from dbsp_megatron.train.batches import ClipLoader, ContextSource
+from dbsp_megatron.train.batches import clip_loader
 from dbsp_megatron.train.checkpoint import open_checkpoint
 from dbsp_megatron.train.distributed import World
 from dbsp_megatron.train.trained_weights import Weights, load_trained
@@ -33,7 +33,7 @@ class TrainedRun:
         device: where to compute.
         weights: `ema` (falls back to the plain ones where there are none) or `model`.
         precision: `fp32` or `bf16` (autocast).
-        data: video files or folders in place of those of training.
+        data: video files or folders in place of those of training; of latents one folder or pattern.
         block_size: tokens per block; default that of training.
         seed: seed of the noise.
         engine: attention engine.
@@ -60,17 +60,24 @@ class TrainedRun:
         self.checkpoint, self.seed, self.device, self.engine = checkpoint, seed, device, engine
         self.config = model_from_state(checkpoint.state)
         settings: dict[str, Any] = {**saved["data"], "patch_size": tuple(saved["data"]["patch_size"])}
-        if data:
+        if data and settings["latents"]:
+            settings["latents"] = data[0]
+        elif data:
             settings["paths"] = list(data)
-        self.dataset = VideoDataset(DataConfig(**settings))
+        self.dataset = open_dataset(DataConfig(**settings))
         self.num_held_out = 0 if data else int(saved["train"]["eval_samples"])
-        encoder = PixelPatchEncoder(self.config.patch_size)
-        grid = encoder.grid_for(*(int(settings[key]) for key in ("num_frames", "height", "width")))
+        sizes = sorted(set(self.dataset.sizes))
+        if len(sizes) > 1:
+            raise ValueError(f"the clips of {path} must have one size here, got {sizes}; name some of one size as data")
+        grid = PixelPatchEncoder(self.config.patch_size).grid_for(*sizes[0])
         seqlen = self.config.sequence_text_len + TokenGrid(*grid).num_tokens
         self.geometry = Geometry(
             grid=grid, seqlen=seqlen, block_size=int(saved["sp"]["block_size"]) if block_size is None else block_size
         )
-        self._loader = ClipLoader(self.dataset, encoder, ContextSource(self.config, saved["train"]["context"]))
+        loop = saved["train"]
+        # Runs of before there were image features have no such key.
+        self._loader = clip_loader(self.dataset, self.config, loop["context"], loop.get("image_context", ""))
+        self._data = [settings["latents"]] if settings["latents"] else list(settings["paths"])
         self.sp = SequenceParallel(
             SequenceParallelConfig(strategy="none", block_size=self.geometry.block_size, engine=engine)
         )
@@ -121,6 +128,8 @@ class TrainedRun:
                     noisy=flow_matching.interpolate(batch.tokens, noise, torch.tensor([timestep])),
                     target=flow_matching.velocity(batch.tokens, noise),
                     context=batch.context,
+                    condition=batch.condition,
+                    image_context=batch.image_context,
                 )
 
     @torch.no_grad()
@@ -147,7 +156,10 @@ class TrainedRun:
         positions, video = self._places(cube)
         self.sp.begin_step(point.step)
         grid = self.geometry.tokens(cube)
-        context = None if point.context is None else point.context.to(self.device)
+        tokens = point.noisy if point.condition is None else torch.cat([point.noisy, point.condition], dim=-1)
+        contexts = {"context": point.context}
+        if point.image_context is not None:
+            contexts["image_context"] = point.image_context
         layout = self.sp.layout(self.geometry.seqlen)
         with (
             self.sp.use(layout=layout, mask=method or DenseMask(), grid=grid),
@@ -155,11 +167,11 @@ class TrainedRun:
             visited(self.module, point.step, visit),
         ):
             predicted = self.module(
-                point.noisy[:, video].to(self.device),
+                tokens[:, video].to(self.device),
                 torch.tensor([point.timestep], device=self.device),
                 grid=self.geometry.grid,
                 positions=positions,
-                context=context,
+                **{key: None if value is None else value.to(self.device) for key, value in contexts.items()},
             )
         return predicted.float().cpu()[:, video.argsort()]
 
@@ -180,7 +192,7 @@ class TrainedRun:
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
             "layers": self.num_layers,
             "heads": self.num_heads,
-            "data": list(self.dataset.config.paths),
+            "data": self._data,
             "clips": len(self.dataset),
             "held_out": self.num_held_out,
             **dataclasses.asdict(self.geometry),

@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsp_megatron.data.condition import first_frame_condition
+
 VAES = ("AutoencoderKLWan", "AutoencoderKLCogVideoX", "AutoencoderKLHunyuanVideo")
 """Classes of diffusers that can be loaded."""
+FIRST_FRAME_VAES = ("AutoencoderKLWan", "AutoencoderKLCogVideoX")
+"""Those whose image-to-video models take what is given of the first frame as channels of their input."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +90,45 @@ class VideoVae:
             raise ValueError(f"the VAE must give latents of {expected}, got {list(latents.shape)}; its config is wrong")
         normalised: Tensor = (latents[0] - self.shift) / self.scale
         return normalised.cpu()
+
+    def check_first_frame(self) -> None:
+        """Refuse a VAE whose image-to-video models are given something else than `encode_first_frame` makes.
+
+        Raises:
+            ValueError: it is none of Wan and CogVideoX, or scales images otherwise than videos.
+        """
+        kind = self.identity["class"]
+        if kind not in FIRST_FRAME_VAES:
+            raise ValueError(f"--first-frame needs a VAE of {' or '.join(FIRST_FRAME_VAES)}, got {kind}; leave it out")
+        if self.module.config.get("invert_scale_latents"):
+            raise ValueError(
+                "--first-frame needs a VAE that scales images as it does videos, got invert_scale_latents=true "
+                "(CogVideoX 1.5); leave it out"
+            )
+
+    def encode_first_frame(self, video: Tensor) -> Tensor:
+        """What image-to-video models of this VAE are given of a clip, by the mode of the posterior.
+
+        Wan: a mask of `temporal` channels, 1 at the first latent frame, then the latents of the first frame followed by
+        grey ones. CogVideoX: the latents of the first frame, then zeros.
+
+        Args:
+            video: [3, T, H, W] in [-1, 1].
+
+        Returns:
+            fp32 [K, t, h, w] on the CPU, normalised; K is `temporal` + C for Wan, C for CogVideoX.
+
+        Raises:
+            ValueError: as `check_first_frame` and `encode`.
+        """
+        self.check_first_frame()
+        first = video[:, :1]
+        if self.identity["class"] == "AutoencoderKLWan":
+            grey = first.new_zeros(len(first), video.shape[1] - 1, *first.shape[2:])
+            latents = self.encode(torch.cat([first, grey], dim=1))
+            mask = first_frame_condition(latents[:1, :1], latents.shape[1], self.temporal)[: self.temporal]
+            return torch.cat([mask, latents])
+        return first_frame_condition(self.encode(first), (video.shape[1] - 1) // self.temporal + 1)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

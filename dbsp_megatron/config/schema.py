@@ -9,6 +9,7 @@ from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.config.resolve import ResolvedRun, count_parameters, resolve_mesh
 from dbsp_megatron.config.sections import LoopConfig, OptimConfig, RunConfig, SampleConfig
 from dbsp_megatron.data import DataConfig, PixelPatchEncoder
+from dbsp_megatron.data.condition import pixel_condition_channels
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.axial.config import AxialConfig
 from dbsp_megatron.models.dit.config import DiTConfig, load_model_config
@@ -82,6 +83,7 @@ class TrainConfig:
         """
         model = self.load_model()
         grid = token_grid(model, self.model, self.data)
+        check_image(model, self.model, "train.image_context", self.train.image_context)
         check_strategy(model, self.model, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads, self.parallel)
         check_split(model, self.model, self.parallel)
@@ -156,6 +158,8 @@ class InferConfig:
             value = getattr(sample, key)
             if model.text == "none" and value != unset:
                 raise ValueError(f"sample.{key}={value} needs a model with text; this one has none: remove the setting")
+        check_image(model, f"checkpoint {self.checkpoint}", "sample.image_context", sample.image_context)
+        check_first_frame(sample, model)
         check_strategy(model, self.checkpoint, self.sp, self.mask)
         mesh = resolve_mesh(self.sp, world_size, model.num_heads)
         self.mask.check_model(model.num_heads, model.num_attention_layers)
@@ -186,11 +190,13 @@ def token_grid(model: DiTConfig, name: str, data: DataConfig) -> tuple[int, int,
         ValueError: the model does not take and predict the patches of the data, or there are no latents.
     """
     kind, shape = "pixels", (3, data.num_frames, data.height, data.width)
+    conditions = pixel_condition_channels(shape[0])
     if data.latents:
         from dbsp_megatron.data.latents import largest_latents
 
-        kind, shape = "latents", largest_latents(data.latents).shape
-    if model.in_channels != shape[0]:
+        largest = largest_latents(data.latents)
+        kind, shape, conditions = "latents", largest.shape, tuple({0, largest.condition_channels})
+    if shape[0] not in (model.in_channels, model.predicted_channels):
         remedy = "choose a model for them"
         if not data.latents:
             remedy += ", or give it latents: data.latents names the files of tools/encode_videos.py"
@@ -199,10 +205,20 @@ def token_grid(model: DiTConfig, name: str, data: DataConfig) -> tuple[int, int,
         raise ValueError(
             f"model={name} takes {model.in_channels} channels, the {kind} of the data have {shape[0]}; {remedy}"
         )
-    if model.patch_out_dim != model.patch_dim:
+    if model.predicted_channels != shape[0]:
         raise ValueError(
-            f"model={name} must predict as many channels as it takes, {model.in_channels}, got {model.out_channels}; "
-            "flow matching trains the velocity of all of them"
+            f"model={name} must predict the {shape[0]} channels of the {kind}, got {model.predicted_channels}; flow "
+            "matching trains the velocity of all of them"
+        )
+    if model.in_channels - shape[0] not in conditions:
+        found = f"have {max(conditions)} of a condition; encode them by tools/encode_videos.py --first-frame"
+        if not data.latents:
+            found = (
+                f"give {' or '.join(map(str, conditions[1:]))} of their first frame (4 with a mask); see data.latents"
+            )
+        raise ValueError(
+            f"model={name} takes {model.in_channels - shape[0]} channels beside the {shape[0]} noisy ones, the {kind} "
+            f"of the data {found}, or choose another model"
         )
     if tuple(model.patch_size) != tuple(data.patch_size):
         raise ValueError(
@@ -210,6 +226,49 @@ def token_grid(model: DiTConfig, name: str, data: DataConfig) -> tuple[int, int,
             f"got {list(data.patch_size)}; set data.patch_size={list(model.patch_size)}"
         )
     return PixelPatchEncoder(data.patch_size, shape[0]).grid_for(*shape[1:])
+
+
+def check_image(model: DiTConfig, name: str, key: str, path: str) -> None:
+    """Refuse a model without the image features that it attends to, and features that no layer would read.
+
+    Args:
+        model: the model description.
+        name: of the model, for messages.
+        key: of the setting that names the features.
+        path: its value.
+
+    Raises:
+        ValueError: see above.
+    """
+    if model.image_dim is not None and not path:
+        raise ValueError(
+            f"{key} must name a file of image features: model={name} attends to those of each clip's first frame "
+            f"(image_dim={model.image_dim}), got none; make it by tools/encode_images.py"
+        )
+    if model.image_dim is None and path:
+        raise ValueError(f"{key}={path} needs a model with image_dim; model={name} has none: remove the setting")
+
+
+def check_first_frame(sample: SampleConfig, model: DiTConfig) -> None:
+    """Refuse a model of image to video without a first frame, and a first frame that no model would be given.
+
+    Args:
+        sample: what to sample.
+        model: the model description.
+
+    Raises:
+        ValueError: see above.
+    """
+    if model.condition_channels and not sample.first_frame:
+        raise ValueError(
+            "sample.first_frame must name what to start from, got nothing: this model is given "
+            f"{model.condition_channels} channels of a first frame"
+        )
+    if sample.first_frame and not model.condition_channels:
+        raise ValueError(
+            f"sample.first_frame={sample.first_frame} needs a model of image to video, this one takes no first frame: "
+            "remove the setting"
+        )
 
 
 def check_strategy(model: DiTConfig, name: str, sp: SequenceParallelConfig, mask: MaskConfig) -> None:

@@ -94,6 +94,9 @@ class LoopConfig:
     context: str = ""
     """Safetensors file of text features [L, text_dim] for models with text: named like a clip's file, or `context` for
     all; empty trains without text (zeros)."""
+    image_context: str = ""
+    """Safetensors file of image features [L, image_dim], named like the clip (`bikes.mp4@16`), for models that attend
+    to an image (image_dim): tools/encode_images.py."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0 writes one at the end only."""
     keep_last: int = 2
@@ -215,11 +218,19 @@ class SampleConfig:
     seed: int = 0
     """Seed of the noise; video i is the same whatever is made beside it. -1 draws one."""
     num_frames: int = 0
-    """Frames per video; 0 takes the training length."""
+    """Frames per video, also where latents are made; 0 takes the training length."""
     height: int = 0
-    """Pixels; 0 takes the training height."""
+    """Pixels, also where latents are made; 0 takes the training height."""
     width: int = 0
-    """Pixels; 0 takes the training width."""
+    """Pixels, also where latents are made; 0 takes the training width."""
+    latents: str = ""
+    """For models of latents whose checkpoint does not say what they were trained on, or to make others: files of
+    tools/encode_videos.py, of which the largest has the size and the VAE to make."""
+    first_frame: str = ""
+    """What image-to-video models start from, one after another: files of tools/encode_videos.py --first-frame, or a
+    video, a picture or a folder of videos for models of pixels."""
+    image_context: str = ""
+    """Safetensors file of image features by name of the clip, for models that attend to an image (image_dim)."""
     fps: int = 8
     """Frames per second of the written file."""
     guidance_scale: float = 1.0
@@ -231,7 +242,7 @@ class SampleConfig:
     weights: Literal["ema", "model"] = "ema"
     """ema uses averaged weights where the checkpoint has them."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 computes under autocast."""
+    """bf16 computes under autocast, and keeps the matrices of layers in bf16: same results, half of their memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
     timeout_s: float = 600

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,6 +20,9 @@ class Clip:
     """File name of the video and first frame, e.g. `bikes.mp4@16`."""
     index: int
     """Position in the dataset."""
+    condition: Tensor | None = None
+    """float32 [K, T, H, W] on CPU: what a model is given of the clip beside its noisy channels; None if nothing was
+    made beforehand."""
 
 
 class ClipError(ValueError):
@@ -39,12 +43,20 @@ class ClipSource(Protocol):
 
     channels: int
     """C of all clips."""
+    condition_channels: int
+    """K of all clips; 0 if nothing was made beforehand."""
     skipped: list[tuple[str, str]]
     """(path, reason) of what was left out."""
+    origin: Mapping[str, Any] | None
+    """What a sampler has to know of latents, as of `LatentInfo.origin`; None for pixels."""
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """T, H, W of every clip, by index."""
+
+    @property
+    def names(self) -> list[str]:
+        """Name of every clip, by index."""
 
     @property
     def digest(self) -> str:

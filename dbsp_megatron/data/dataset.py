@@ -6,6 +6,8 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +31,8 @@ class VideoDataset:
     Attributes:
         config: the settings.
         channels: of a clip, red, green and blue.
+        condition_channels: none; what a model is given of the first frame follows from the clip.
+        origin: none, since clips are pixels.
         skipped: (path, reason) of everything left out; filled only with `config.skip_bad_data`.
 
     Raises:
@@ -36,6 +40,8 @@ class VideoDataset:
     """
 
     channels = 3
+    condition_channels = 0
+    origin: Mapping[str, Any] | None = None
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
@@ -107,6 +113,11 @@ class VideoDataset:
         """T, H, W of every clip, by index: all alike."""
         return [(self.config.num_frames, self.config.height, self.config.width)] * len(self._clips)
 
+    @property
+    def names(self) -> list[str]:
+        """Name of every clip, by index."""
+        return [_clip_name(file, start) for file, _, start in self._clips]
+
     def __len__(self) -> int:
         return len(self._clips)
 
@@ -132,7 +143,7 @@ class VideoDataset:
         else:
             self._cache.move_to_end(index)
         # A copy, so that a caller who augments in place does not change the cache.
-        return Clip(video=video.clone(), name=f"{file.name}@{start}", index=index)
+        return Clip(video=video.clone(), name=_clip_name(file, start), index=index)
 
     def _remember(self, index: int, video: Tensor) -> None:
         if video.nbytes > self.config.cache_bytes:
@@ -142,3 +153,7 @@ class VideoDataset:
         while self._cached_bytes > self.config.cache_bytes:
             _, oldest = self._cache.popitem(last=False)
             self._cached_bytes -= oldest.nbytes
+
+
+def _clip_name(file: VideoFile, start: int) -> str:
+    return f"{file.name}@{start}"

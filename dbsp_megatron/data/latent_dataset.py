@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from dbsp_megatron.data.clip import Clip
 from dbsp_megatron.data.config import DataConfig
-from dbsp_megatron.data.latents import LatentError, LatentInfo, find_latents, read_info, read_latents
+from dbsp_megatron.data.latents import LatentError, LatentInfo, find_latents, read_info, read_with_condition
 from dbsp_megatron.data.patches import PixelPatchEncoder
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,8 @@ class LatentDataset:
     Attributes:
         config: the settings; `latents`, `patch_size` and `skip_bad_data` count.
         channels: C of all clips.
+        condition_channels: K of all clips, what an image-to-video model is given beside them; 0 for none.
+        origin: of the largest clip.
         skipped: (path, reason) of everything left out; filled only with `config.skip_bad_data`.
 
     Raises:
@@ -49,6 +54,9 @@ class LatentDataset:
             path, reason = self.skipped[0]
             logger.warning("skipped %d bad files of data.latents; the first: %s: %s", len(self.skipped), path, reason)
         self.channels = self._clips[0].shape[0]
+        self.condition_channels = self._clips[0].condition_channels
+        largest = max(range(len(self._clips)), key=lambda index: (math.prod(self._clips[index].size), -index))
+        self.origin: Mapping[str, Any] | None = self._clips[largest].origin
         self._check_alike()
 
     def _info(self, path: str) -> LatentInfo | LatentError:
@@ -78,6 +86,12 @@ class LatentDataset:
                     f"was made by another VAE, or normalised otherwise, than {first.path}; keep them in folders of "
                     "their own",
                 )
+            if info.condition_channels != first.condition_channels:
+                raise LatentError(
+                    info.path,
+                    f"has {info.condition_channels} channels of a condition, {first.path} has "
+                    f"{first.condition_channels}; encode all of them with --first-frame, or none",
+                )
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
@@ -88,9 +102,16 @@ class LatentDataset:
     def digest(self) -> str:
         """Hex string over names, sizes and settings: equal on two ranks only if they have the same clips."""
         parts = [
-            f"{info.name} {info.shape} {info.dtype} {json.dumps(info.settings, sort_keys=True)}" for info in self._clips
+            f"{info.name} {info.shape} {info.dtype} {info.condition_channels} "
+            f"{json.dumps(info.settings, sort_keys=True)}"
+            for info in self._clips
         ]
         return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    @property
+    def names(self) -> list[str]:
+        """Name of every clip, by index."""
+        return [info.name for info in self._clips]
 
     def __len__(self) -> int:
         return len(self._clips)
@@ -108,4 +129,5 @@ class LatentDataset:
         if not 0 <= index < len(self._clips):
             raise IndexError(f"clip index must be in [0, {len(self._clips)}), got {index}")
         info = self._clips[index]
-        return Clip(video=read_latents(info), name=info.name, index=index)
+        latents, condition = read_with_condition(info)
+        return Clip(video=latents, name=info.name, index=index, condition=condition)

@@ -1,6 +1,6 @@
 """Files of pre-computed latents: one clip each, normalised, with what made it in the header.
 
-Legend: C latent channels, T latent frames, H rows, W columns.
+Legend: C latent channels, K channels of a condition, T latent frames, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dbsp_megatron.observability.atomic_file import atomic_path
 
 FORMAT = "dbsp_megatron.latents.1"
 SUFFIX = ".safetensors"
-_TENSOR = "latents"
+_TENSOR, _CONDITION = "latents", "condition"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
@@ -43,14 +43,41 @@ class LatentInfo:
     """`float16`, `bfloat16` or `float32`."""
     settings: dict[str, Any]
     """What determines the numbers: the VAE, how its output was normalised, size and frames of the clip."""
+    condition_channels: int = 0
+    """K: channels that an image-to-video model is given beside the noisy latents; 0 for none."""
 
     @property
     def size(self) -> tuple[int, int, int]:
         """T, H, W."""
         return self.shape[1:]
 
+    @property
+    def pixels(self) -> tuple[int, int, int] | None:
+        """Frames, height and width of the clip that was encoded; None if the header does not say."""
+        try:
+            return (len(range(*self.settings["frames"])), *map(int, self.settings["size"]))  # type: ignore[return-value]
+        except (KeyError, TypeError, ValueError):
+            return None
 
-def write_latents(path: str | os.PathLike[str], latents: Tensor, *, name: str, settings: Mapping[str, Any]) -> None:
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a sampler has to know to make such latents, as JSON values: `shape`, `pixels` and `vae`."""
+        pixels = self.pixels
+        return {
+            "shape": list(self.shape),
+            "pixels": None if pixels is None else list(pixels),
+            "vae": self.settings.get("vae"),
+        }
+
+
+def write_latents(
+    path: str | os.PathLike[str],
+    latents: Tensor,
+    *,
+    name: str,
+    settings: Mapping[str, Any],
+    condition: Tensor | None = None,
+) -> None:
     """Write one clip; the file is whole or absent.
 
     Args:
@@ -58,6 +85,7 @@ def write_latents(path: str | os.PathLike[str], latents: Tensor, *, name: str, s
         latents: [C, T, H, W] in fp16, bf16 or fp32, normalised as the model takes them.
         name: of the clip.
         settings: JSON values; `vae` says which VAE and which normalisation, and is compared when a folder is read.
+        condition: [K, T, H, W] of the same dtype; what an image-to-video model is given beside the noisy latents.
 
     Raises:
         LatentError: wrong shape or dtype, or numbers that are not finite.
@@ -66,11 +94,20 @@ def write_latents(path: str | os.PathLike[str], latents: Tensor, *, name: str, s
 
     if latents.dim() != 4 or str(latents.dtype).removeprefix("torch.") not in _DTYPES.values():
         raise LatentError(path, f"latents must be [C, T, H, W] in fp16, bf16 or fp32, got {list(latents.shape)}")
-    if not latents.isfinite().all():
+    tensors = {_TENSOR: latents}
+    if condition is not None:
+        if condition.shape[1:] != latents.shape[1:] or condition.dtype != latents.dtype or len(condition) < 1:
+            raise LatentError(
+                path,
+                f"a condition must be [K, {', '.join(map(str, latents.shape[1:]))}] in {latents.dtype}, as the latents "
+                f"are, got {list(condition.shape)} in {condition.dtype}",
+            )
+        tensors[_CONDITION] = condition
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise LatentError(path, f"latents of {name} are not finite in {latents.dtype}; encode in bf16 or fp32")
     metadata = {"format": FORMAT, "name": name, "settings": json.dumps(settings, sort_keys=True)}
     with atomic_path(path) as temporary:
-        save_file({_TENSOR: latents.contiguous().cpu()}, temporary, metadata=metadata)
+        save_file({key: x.contiguous().cpu() for key, x in tensors.items()}, temporary, metadata=metadata)
 
 
 def read_info(path: str | os.PathLike[str]) -> LatentInfo:
@@ -79,7 +116,7 @@ def read_info(path: str | os.PathLike[str]) -> LatentInfo:
     Raises:
         LatentError: the file is missing, cut short, or not one of `write_latents`.
     """
-    return _open(path, read=False)[0]
+    return _open(path, read=())[0]
 
 
 def read_latents(info: LatentInfo) -> Tensor:
@@ -88,26 +125,42 @@ def read_latents(info: LatentInfo) -> Tensor:
     Raises:
         LatentError: the file is gone, damaged, or another one than before.
     """
-    found, latents = _open(info.path, read=True)
-    if found != info or latents is None:
+    return _read(info, (_TENSOR,))[_TENSOR]
+
+
+def read_with_condition(info: LatentInfo) -> tuple[Tensor, Tensor | None]:
+    """Read fp32 [C, T, H, W] and the condition, fp32 [K, T, H, W], both on the CPU; None if the file has none.
+
+    Raises:
+        LatentError: the file is gone, damaged, or another one than before.
+    """
+    wanted = (_TENSOR, _CONDITION) if info.condition_channels else (_TENSOR,)
+    tensors = _read(info, wanted)
+    return tensors[_TENSOR], tensors.get(_CONDITION)
+
+
+def _read(info: LatentInfo, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    found, tensors = _open(info.path, read=wanted)
+    if found != info:
         raise LatentError(info.path, "changed after the start; leave the files alone while a run reads them")
-    if not latents.isfinite().all():
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise LatentError(info.path, "holds numbers that are not finite; remove it and encode it again")
-    return latents
+    return tensors
 
 
-def _open(path: str | os.PathLike[str], *, read: bool) -> tuple[LatentInfo, Tensor | None]:
+def _open(path: str | os.PathLike[str], *, read: tuple[str, ...]) -> tuple[LatentInfo, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or list(file.keys()) != [_TENSOR]:
+            metadata, keys = file.metadata() or {}, set(file.keys())
+            if metadata.get("format") != FORMAT or not {_TENSOR} <= keys <= {_TENSOR, _CONDITION}:
                 raise LatentError(path, f"is not a file of tools/encode_videos.py (format {FORMAT})")
             part = file.get_slice(_TENSOR)
             shape, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype())
-            # A copy: what is returned lies in the mapped file otherwise, and changes or goes with it.
-            latents = file.get_tensor(_TENSOR).to(torch.float32, copy=True) if read else None
+            beside = tuple(file.get_slice(_CONDITION).get_shape()) if _CONDITION in keys else (0, *shape[1:])
+            # Copies: what is returned lies in the mapped file otherwise, and changes or goes with it.
+            tensors = {key: file.get_tensor(key).to(torch.float32, copy=True) for key in read if key in keys}
         settings = json.loads(metadata["settings"])
         name = metadata["name"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -116,7 +169,12 @@ def _open(path: str | os.PathLike[str], *, read: bool) -> tuple[LatentInfo, Tens
         raise LatentError(path, f"is not readable ({type(error).__name__}: {error})") from error
     if len(shape) != 4 or min(shape) < 1 or dtype not in _DTYPES.values() or not isinstance(settings, dict):
         raise LatentError(path, f"must hold latents [C, T, H, W], got {dtype} {list(shape)}")
-    return LatentInfo(path=os.fspath(path), name=name, shape=shape, dtype=dtype, settings=settings), latents
+    if len(beside) != 4 or beside[1:] != shape[1:]:
+        raise LatentError(path, f"must hold a condition [K, T, H, W] of the size of its latents, got {list(beside)}")
+    info = LatentInfo(
+        path=os.fspath(path), name=name, shape=shape, dtype=dtype, settings=settings, condition_channels=beside[0]
+    )
+    return info, tensors
 
 
 def find_latents(entry: str) -> list[str]:

@@ -85,13 +85,17 @@ def _peek(path: Path) -> Mapping[str, Any]:
 def _dry_run(words: Sequence[str]) -> NoReturn:
     quiet_megatron()
     from dbsp_megatron.data import PixelPatchEncoder
-    from dbsp_megatron.infer.pipeline import model_from_state, video_size
+    from dbsp_megatron.infer.first_frame import FirstFrames
+    from dbsp_megatron.infer.pipeline import model_from_state
+    from dbsp_megatron.infer.space import sample_space
 
     try:
         command, state = _parse(words)
         model = model_from_state(state)
-        grid = PixelPatchEncoder(model.patch_size).grid_for(*video_size(command.config, state))
+        space = sample_space(command.config, state, model)
+        grid = PixelPatchEncoder(model.patch_size, space.channels).grid_for(*space.size)
         resolved = command.config.validate(command.world_size or env_world_size(), model, grid)
+        FirstFrames(command.config.sample, model, space)
     except ValueError as error:
         exit_with_line(error)
     if launched_rank() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ from dbsp_megatron.config.generate import with_all_counts
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import InferConfig
 from dbsp_megatron.data import PixelPatchEncoder
+from dbsp_megatron.data.latents import write_latents
 from dbsp_megatron.infer.balance import BalanceLog, reuse_comparison
 from dbsp_megatron.infer.cfg import guided_velocity
+from dbsp_megatron.infer.first_frame import FirstFrames
 from dbsp_megatron.infer.outputs import with_suffix, write_settings
 from dbsp_megatron.infer.sampler import build_sampler, timestep_schedule
 from dbsp_megatron.infer.seeds import shared_seed
+from dbsp_megatron.infer.space import sample_space
 from dbsp_megatron.infer.video_file import write_mp4
 from dbsp_megatron.models.build import build_model
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.config import model_from_fields
+from dbsp_megatron.models.dit.narrow import narrow_matrices
 from dbsp_megatron.observability import ProgressBar, get_logger
 from dbsp_megatron.observability.atomic_file import write_text
 from dbsp_megatron.plan import reuse_table
@@ -51,10 +56,11 @@ class SamplingPipeline:
         checkpoint = open_checkpoint(Path(config.checkpoint), world)
         self.checkpoint = checkpoint
         self.model_config = model_from_state(checkpoint.state)
-        self.video_size = video_size(config, checkpoint.state)
-        self.encoder = PixelPatchEncoder(self.model_config.patch_size)
-        self.grid = self.encoder.grid_for(*self.video_size)
+        self.space = sample_space(config, checkpoint.state, self.model_config)
+        self.encoder = PixelPatchEncoder(self.model_config.patch_size, self.space.channels)
+        self.grid = self.encoder.grid_for(*self.space.size)
         resolved = config.validate(world.size, self.model_config, self.grid)
+        self.first_frames = FirstFrames(config.sample, self.model_config, self.space)
         self.mesh = build_mesh(world, resolved.mesh.sp_size)
         sp = with_degrees(config.sp, resolved.mesh)
         self.config = dataclasses.replace(
@@ -70,6 +76,8 @@ class SamplingPipeline:
         self.weights = load_trained(module, checkpoint, world, config.sample.weights)
         if self.weights != config.sample.weights:
             logger.info("%s holds no averaged weights: the plain ones are used", checkpoint.path)
+        if config.sample.precision == "bf16":
+            narrow_matrices(module, torch.bfloat16)
         self.sharded = shard_model(
             module,
             module,
@@ -81,8 +89,10 @@ class SamplingPipeline:
         )
 
     def run(self, output: Path) -> int:
-        """Make `sample.num_samples` videos in `output`: mp4, contact sheet and settings of each; returns the exit code.
+        """Make `sample.num_samples` videos in `output`; returns the exit code.
 
+        Files of each are mp4, contact sheet and settings; of latents a file that tools/decode_latents.py reads, and
+        settings.
         Data-parallel groups take turns; the first rank of a group writes its videos.
         """
         for index in range(self.mesh.dp_rank, self.config.sample.num_samples, self.mesh.dp_size):
@@ -102,23 +112,27 @@ class SamplingPipeline:
             index: which video: its noise is a function of (seed, index).
 
         Returns:
-            The video, fp32 [3, T, H, W] in about [-1, 1] on the CPU, and the balance over its steps.
+            The video, fp32 [C, T, H, W] on the CPU, in about [-1, 1] or latents, and the balance over its steps.
         """
         sample, grid = self.config.sample, self.grid
-        num_tokens, channels = grid[0] * grid[1] * grid[2], self.model_config.patch_dim
+        num_tokens, channels = grid[0] * grid[1] * grid[2], self.model_config.patch_out_dim
         x = self.sharded.shard(draw_noise(num_tokens, channels, seed=sample.seed, samples=[index], step=0), grid)
+        condition = self.first_frames.condition(index)
+        given = [] if condition is None else [self.sharded.shard(condition, grid)]
+        image = self.first_frames.image_context(index)
         schedule = timestep_schedule(sample.steps, sample.shift)
         sampler = build_sampler(sample.sampler, schedule)
         balance = BalanceLog(self.sp, reuse_comparison(self.sp, self._plan_counts) if sample.reuse_report else None)
         with ProgressBar(sample.steps, self.world.is_main, f"sample {index + 1}/{sample.num_samples}") as bar:
             for step in range(sample.steps):
-                x, *held = self.sharded.relaid([x, *sampler.held()], grid)
+                x, *others = self.sharded.relaid([x, *given, *sampler.held()], grid)
+                given, held = others[: len(given)], others[len(given) :]
                 sampler.hold(held)
                 self.sp.begin_step(step)
                 timesteps = torch.full((1,), schedule[step], device=self.world.device)
                 with self.sharded.session(grid):
                     velocity = guided_velocity(
-                        self._predict,
+                        partial(self._predict, condition=given[0] if given else None, image=image),
                         x,
                         timesteps,
                         self.context,
@@ -131,8 +145,24 @@ class SamplingPipeline:
         video = self.encoder.decode(self.sharded.gather(x, grid).cpu(), grid)[0]
         return video, balance
 
-    def _predict(self, x: Tensor, timesteps: Tensor, context: Tensor | None) -> Tensor:
-        return self.sharded.velocity(x, timesteps, self.grid, context).float()
+    def _predict(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        context: Tensor | None,
+        *,
+        condition: Tensor | None,
+        image: Tensor | None,
+    ) -> Tensor:
+        # Both branches of guidance, if they come in one batch, start from the same frame.
+        return self.sharded.velocity(
+            x,
+            timesteps,
+            self.grid,
+            context,
+            condition=None if condition is None else condition.expand(len(x), -1, -1),
+            image_context=None if image is None else image.expand(len(x), -1, -1),
+        ).float()
 
     def _contexts(self) -> tuple[Tensor | None, Tensor | None]:
         """Positive and negative text [1, L, text_dim]; zeros, as in training without text, where none is given."""
@@ -145,16 +175,18 @@ class SamplingPipeline:
         return positive, negative
 
     def _write(self, stem: Path, index: int, video: Tensor, balance: Mapping[str, Any], seconds: float) -> None:
-        from dbsp_megatron.observability.plots import contact_sheet
-
-        encoder = write_mp4(video, stem.with_suffix(".mp4"), self.config.sample.fps)
-        contact_sheet(video, stem.with_suffix(".png"))
+        encoder = None
+        if self.space.is_latent:
+            self._write_latents(stem, index, video)
+        else:
+            encoder = self._write_video(stem, video)
         settings = {
             "index": index,
             "checkpoint": str(self.checkpoint.path),
             "checkpoint_step": self.checkpoint.step,
             "weights": self.weights,
-            "frames_height_width": list(self.video_size),
+            "frames_height_width": None if self.space.pixels is None else list(self.space.pixels),
+            "first_frame": self.first_frames.name(index),
             "encoder": encoder,
             "seconds": seconds,
             "world_size": self.world.size,
@@ -164,19 +196,29 @@ class SamplingPipeline:
         if "reuse_rules" in balance:
             write_text(with_suffix(stem, ".reuse.md"), reuse_table(balance["reuse_rules"]))
         write_settings(stem, settings)
-        logger.info("wrote %s (.mp4, .png, .json)", stem)
+        logger.info("wrote %s (%s, .json)", stem, ".safetensors" if self.space.is_latent else ".mp4, .png")
+
+    def _write_video(self, stem: Path, video: Tensor) -> str:
+        from dbsp_megatron.observability.plots import contact_sheet
+
+        contact_sheet(video, stem.with_suffix(".png"))
+        return write_mp4(video, stem.with_suffix(".mp4"), self.config.sample.fps)
+
+    def _write_latents(self, stem: Path, index: int, latents: Tensor) -> None:
+        settings: dict[str, Any] = {
+            "vae": self.space.vae,
+            "sampled": {
+                "checkpoint": str(self.checkpoint.path),
+                "step": self.checkpoint.step,
+                "seed": self.config.sample.seed,
+                "index": index,
+            },
+        }
+        if self.space.pixels is not None:
+            settings |= {"frames": [0, self.space.pixels[0], 1], "size": list(self.space.pixels[1:])}
+        write_latents(with_suffix(stem, ".safetensors"), latents, name=stem.name, settings=settings)
 
 
 def model_from_state(state: Mapping[str, Any]) -> DiTConfig:
     """Model description saved in a checkpoint."""
     return model_from_fields(state["model"])
-
-
-def video_size(config: InferConfig, state: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Frames, height and width to make: as configured, else as trained."""
-    data, sample = state["config"]["data"], config.sample
-    return (
-        sample.num_frames or int(data["num_frames"]),
-        sample.height or int(data["height"]),
-        sample.width or int(data["width"]),
-    )

@@ -1,4 +1,4 @@
-"""Loads the clips of a step as token tensors, with their text features, and draws timesteps and noise for them."""
+"""Loads the clips of a step as token tensors, with what the model is given of them, and draws timesteps and noise."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from dbsp_megatron.config.schema import TrainConfig
 from dbsp_megatron.config.sections import LoopConfig
 from dbsp_megatron.data import BatchPlan, BucketPlan, Clip, ClipSource, PixelPatchEncoder
+from dbsp_megatron.data.condition import condition_tokens, pixel_condition
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.train import flow_matching
 from dbsp_megatron.train.distributed import World
@@ -31,6 +32,11 @@ class MicroBatch:
     """Patches along frames, rows and columns."""
     context: Tensor | None
     """fp32 [B, L, text_dim] on the CPU; None for a model without text."""
+    condition: Tensor | None = None
+    """fp32 [B, N, K] on the CPU: numbers of the first frame that follow those of `tokens` at the model's input, without
+    noise; None for a model that takes none."""
+    image_context: Tensor | None = None
+    """fp32 [B, L, image_dim] on the CPU; None for a model without an image."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,12 +96,30 @@ class StepBatches:
 
 
 class ClipLoader:
-    """Turns sample ids into micro-batches; several threads may, one of them reads at a time."""
+    """Turns sample ids into micro-batches; several threads may, one of them reads at a time.
 
-    def __init__(self, dataset: ClipSource, encoder: PixelPatchEncoder, context: ContextSource) -> None:
+    Args:
+        dataset: the clips.
+        encoder: cuts them into tokens.
+        context: text features.
+        images: image features; None for a model without an image.
+        condition_channels: of the model, beside those of a clip: its condition, or else one made of its first frame.
+    """
+
+    def __init__(
+        self,
+        dataset: ClipSource,
+        encoder: PixelPatchEncoder,
+        context: ContextSource,
+        *,
+        images: ImageFeatures | None = None,
+        condition_channels: int = 0,
+    ) -> None:
         self._dataset = dataset
         self._encoder = encoder
         self._context = context
+        self._images = images
+        self._condition_channels = condition_channels
         # Datasets need not be safe for several threads.
         self._reading = threading.Lock()
 
@@ -117,8 +141,24 @@ class ClipLoader:
                 "take the samples of a BucketPlan, or set train.micro_batch_size=1"
             )
         tokens, grid = self._encoder.encode(torch.stack([clip.video for clip in clips]))
-        context = self._context.for_clips([clip.name for clip in clips])
-        return MicroBatch(samples=list(samples), tokens=tokens, grid=grid, context=context)
+        names = [clip.name for clip in clips]
+        return MicroBatch(
+            samples=list(samples),
+            tokens=tokens,
+            grid=grid,
+            context=self._context.for_clips(names),
+            condition=self._condition(clips),
+            image_context=None if self._images is None else self._images.for_clips(names),
+        )
+
+    def _condition(self, clips: Sequence[Clip]) -> Tensor | None:
+        if not self._condition_channels:
+            return None
+        given = [
+            pixel_condition(clip.video, self._condition_channels) if clip.condition is None else clip.condition
+            for clip in clips
+        ]
+        return condition_tokens(torch.stack(given), self._encoder.patch_size)
 
 
 class ContextSource:
@@ -155,6 +195,70 @@ class ContextSource:
                 "or set train.micro_batch_size=1"
             )
         return torch.stack(found)
+
+
+class ImageFeatures:
+    """Features of an image by clip, from a safetensors file that is read clip by clip.
+
+    Args:
+        model: what attends to them.
+        path: the file.
+        names: of all clips that will be asked for; None for all that the file has.
+
+    Raises:
+        ValueError: the file is missing or unreadable, lacks a clip, or a tensor does not fit the model.
+    """
+
+    def __init__(self, model: DiTConfig, path: str, names: Sequence[str] | None) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise ValueError(f"the image features {path} must be an existing safetensors file")
+        try:
+            self._file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"the image features {path} are not a readable safetensors file: {error}") from error
+        found = set(self._file.keys())
+        self.names = names = sorted(found) if names is None else list(names)
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise ValueError(
+                f"{path} must have image features of every clip, got none for {len(missing)} of {len(names)}, the "
+                f"first {missing[0]}; make them by tools/encode_images.py with the frames of these clips"
+            )
+        length: int | None = None
+        for name in names:
+            shape = self._file.get_slice(name).get_shape()
+            if len(shape) != 2 or shape[1] != model.image_dim or shape[0] < 1 or length not in (None, shape[0]):
+                raise ValueError(
+                    f"{path}: {name} must be [{length or 'L'}, {model.image_dim}] for this model, got {list(shape)}"
+                )
+            length = shape[0]
+
+    def for_clips(self, names: Sequence[str]) -> Tensor:
+        """Features fp32 [B, L, image_dim] of clips by name, on the CPU."""
+        return torch.stack([self._file.get_tensor(name).float() for name in names])
+
+
+def clip_loader(dataset: ClipSource, model: DiTConfig, context: str, image_context: str) -> ClipLoader:
+    """A loader of all that a model is given.
+
+    Args:
+        dataset: the clips.
+        model: the model.
+        context: file of text features, or empty.
+        image_context: file of image features; empty for a model without an image.
+
+    Raises:
+        ValueError: a file cannot be used.
+    """
+    return ClipLoader(
+        dataset,
+        PixelPatchEncoder(model.patch_size, dataset.channels),
+        ContextSource(model, context),
+        images=None if model.image_dim is None else ImageFeatures(model, image_context, dataset.names),
+        condition_channels=model.condition_channels,
+    )
 
 
 def load_context(path: str, model: DiTConfig) -> dict[str, Tensor]:

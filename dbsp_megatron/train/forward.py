@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,12 +122,42 @@ class ShardedModel:
         with self.sp.use(layout=self.layout(grid), mask=self._method, grid=self._tokens(grid)), autocast:
             yield
 
-    def velocity(self, x: Tensor, timesteps: Tensor, grid: Grid, context: Tensor | None) -> Tensor:
-        """Predicted velocity of this rank's tokens [B, s, C]; call inside `session`."""
+    def velocity(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        grid: Grid,
+        context: Tensor | None,
+        *,
+        condition: Tensor | None = None,
+        image_context: Tensor | None = None,
+    ) -> Tensor:
+        """Predicted velocity of this rank's tokens; call inside `session`.
+
+        Args:
+            x: [B, s, C], noisy.
+            timesteps: [B].
+            grid: patches of the whole video.
+            context: [B, L, text_dim], the whole text.
+            condition: [B, s, K], what is given of the same tokens, without noise.
+            image_context: [B, L, image_dim], all tokens of the image.
+
+        Returns:
+            [B, s, C].
+        """
         return self.module(
-            x,
+            x if condition is None else torch.cat([x, condition], dim=-1),
             to_device(timesteps, self._device),
             grid=grid,
-            positions=self._placed(grid)[2],
-            context=None if context is None else to_device(context, self._device),
+            **self._inputs(grid, context, image_context),
         )
+
+    def _inputs(self, grid: Grid, context: Tensor | None, image_context: Tensor | None) -> dict[str, Any]:
+        """What the module takes beside tokens, timesteps and grid."""
+        inputs = {"positions": self._placed(grid)[2], "context": self._on_device(context)}
+        if image_context is not None:
+            inputs["image_context"] = self._on_device(image_context)
+        return inputs
+
+    def _on_device(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else to_device(tensor, self._device)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dbsp_megatron.comm.transfer import to_device
 from dbsp_megatron.masks import MaskConfig
 from dbsp_megatron.models.axial import AxialDiT
 from dbsp_megatron.models.axial.sparse import SparseAttention
@@ -77,15 +76,8 @@ class ShardedAxialModel(ShardedModel):
         if stages is not None:
             self.sp.count_sent(stages.mesh.traffic.total_bytes - before)
 
-    def velocity(self, x: Tensor, timesteps: Tensor, grid: Grid, context: Tensor | None) -> Tensor:
-        """See `ShardedModel.velocity`."""
-        return self.module(
-            x,
-            to_device(timesteps, self._device),
-            grid=grid,
-            context=None if context is None else to_device(context, self._device),
-            sparse=self._sparse(),
-        )
+    def _inputs(self, grid: Grid, context: Tensor | None, image_context: Tensor | None) -> dict[str, Any]:
+        return {"context": self._on_device(context), "sparse": self._sparse()}
 
     def _sparse(self) -> SparseAttention | None:
         if self._method.name == "dense":

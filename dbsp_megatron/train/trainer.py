@@ -13,7 +13,7 @@ from torch import Tensor
 from dbsp_megatron.comm.transfer import HostCopy, to_device
 from dbsp_megatron.config.resolve import with_degrees
 from dbsp_megatron.config.schema import TrainConfig
-from dbsp_megatron.data import ClipSource, PixelPatchEncoder, iter_validation, plan_batches
+from dbsp_megatron.data import ClipSource, iter_validation, plan_batches
 from dbsp_megatron.models.build import build_model
 from dbsp_megatron.models.dit import DiTConfig
 from dbsp_megatron.models.dit.coarse import in_coarse_branch
@@ -22,7 +22,7 @@ from dbsp_megatron.models.dit.lora_layers import add_lora
 from dbsp_megatron.models.dit.pointwise import compile_pointwise
 from dbsp_megatron.observability import MetricLogger, ProgressBar, RunFolder, get_logger
 from dbsp_megatron.train import flow_matching
-from dbsp_megatron.train.batches import ClipLoader, ContextSource, DrawnBatch, StepBatches, count_training_clips
+from dbsp_megatron.train.batches import DrawnBatch, StepBatches, clip_loader, count_training_clips
 from dbsp_megatron.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.continuation import check_continuation, resolve_seed, run_lock
@@ -93,8 +93,8 @@ class Trainer:
             reorders=config.parallel.model_size == 1,
         )
         self.num_train = count_training_clips(dataset, config, world, self.mesh)
-        encoder = PixelPatchEncoder(config.data.patch_size, dataset.channels)
-        self.loader = ClipLoader(dataset, encoder, ContextSource(self.model_config, loop.context))
+        self._origin = dataset.origin
+        self.loader = clip_loader(dataset, self.model_config, loop.context, loop.image_context)
         self.plan = plan_batches(dataset.sizes[: self.num_train], loop.global_batch_size, seed)
         self._batches = StepBatches(self.loader, self.plan, loop, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size)
         self._clock = StepClock()
@@ -271,7 +271,14 @@ class Trainer:
         timesteps = to_device(batch.timesteps, self.world.device)
         noisy = flow_matching.interpolate(data, noise, timesteps)
         target = flow_matching.velocity(data, noise)
-        output = self.sharded.velocity(noisy, timesteps, clips.grid, clips.context)
+        output = self.sharded.velocity(
+            noisy,
+            timesteps,
+            clips.grid,
+            clips.context,
+            condition=None if clips.condition is None else self.sharded.shard(clips.condition, clips.grid),
+            image_context=clips.image_context,
+        )
         weights = None
         if loop.loss_weighting != "none":
             weights = flow_matching.loss_weights(timesteps, loop.loss_weighting, min_snr_gamma=loop.min_snr_gamma)
@@ -322,6 +329,7 @@ class Trainer:
             "seed": self.config.train.seed,
             "world_size": self.world.size,
             "has_ema": self.engine.ema is not None,
+            "latents": self._origin,
         }
         self._writer.save(self.checkpoints, self.steps_done, self.engine.state(), state)
         self._last_saved = self.steps_done

@@ -40,6 +40,8 @@ class MemoryClips:
 
     digest = "memory"
     channels = 3
+    condition_channels = 0
+    origin: dict[str, Any] | None = None
 
     def __init__(self, num_clips: int, data: DataConfig) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -52,11 +54,16 @@ class MemoryClips:
         """T, H, W of every clip."""
         return [(video.shape[1], video.shape[2], video.shape[3]) for video in self._videos]
 
+    @property
+    def names(self) -> list[str]:
+        """Name of every clip."""
+        return [f"clip{index}.mp4@0" for index in range(len(self._videos))]
+
     def __len__(self) -> int:
         return len(self._videos)
 
     def __getitem__(self, index: int) -> Clip:
-        return Clip(video=self._videos[index].clone(), name=f"clip{index}.mp4@0", index=index)
+        return Clip(video=self._videos[index].clone(), name=self.names[index], index=index)
 
 
 def make_config(

@@ -254,9 +254,19 @@ class DiTConfig:
         return self.in_channels * math.prod(self.patch_size)
 
     @property
+    def predicted_channels(self) -> int:
+        """Channels of the prediction, resolved."""
+        return self.in_channels if self.out_channels is None else self.out_channels
+
+    @property
     def patch_out_dim(self) -> int:
         """Channels of one output token."""
-        return (self.in_channels if self.out_channels is None else self.out_channels) * math.prod(self.patch_size)
+        return self.predicted_channels * math.prod(self.patch_size)
+
+    @property
+    def condition_channels(self) -> int:
+        """Input channels after the noisy ones, which are as many as are predicted: what is given of the first frame."""
+        return max(0, self.in_channels - self.predicted_channels)
 
     @property
     def num_attention_layers(self) -> int:

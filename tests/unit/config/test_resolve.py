@@ -117,8 +117,26 @@ def test_train_config_takes_latents_of_the_channels_of_the_model(tmp_path: Path)
         "{hidden_size: 16, num_layers: 1, num_heads: 2, head_dim: 8, patch_size: [1, 2, 2], in_channels: 16, "
         "out_channels: 4}"
     )
-    with pytest.raises(ValueError, match="must predict as many channels as it takes, 16, got 4"):
+    with pytest.raises(ValueError, match="must predict the 16 channels of the latents, got 4; flow"):
         TrainConfig(model=str(model), data=data).validate(1)
+
+
+def test_train_config_tells_what_is_given_of_a_first_frame(tmp_path: Path) -> None:
+    model = tmp_path / "model.yaml"
+
+    def of_channels(channels: int) -> TrainConfig:
+        model.write_text(
+            "{hidden_size: 16, num_layers: 1, num_heads: 2, patch_size: [1, 4, 4], out_channels: 3, "
+            f"in_channels: {channels}}}"
+        )
+        return TrainConfig(model=str(model))
+
+    for channels in (3, 6, 7):
+        assert of_channels(channels).validate(1).grid == (8, 16, 16)
+    with pytest.raises(
+        ValueError, match=r"takes 2 channels beside the 3 noisy ones, the pixels .* give 3 or 4 of their"
+    ):
+        of_channels(5).validate(1)
 
 
 def test_infer_config_refuses_text_settings_without_text() -> None:

@@ -99,3 +99,19 @@ def test_sizes_of_pixels_do_not_count_with_latents(tmp_path: Path) -> None:
     assert DataConfig(latents=str(tmp_path), height=63, patch_size=(1, 2, 2)).height == 63
     with pytest.raises(ValueError, match="data.height must be a multiple"):
         DataConfig(height=63, patch_size=(1, 2, 2))
+
+
+def test_conditions_of_all_clips_or_of_none(tmp_path: Path) -> None:
+    write_some(tmp_path, (1, 2, 2), (1, 2, 2), channels=4)
+    for name in ("y", "z"):
+        with_condition = {"settings": VAE, "condition": torch.ones(5, 1, 2, 2)}
+        write_latents(tmp_path / f"{name}.safetensors", torch.zeros(4, 1, 2, 2), name=name, **with_condition)
+    with pytest.raises(LatentError, match=r"y.safetensors: has 5 channels of a condition, .*v0.* has 0; encode all"):
+        LatentDataset(config_for(tmp_path))
+    for path in tmp_path.glob("v*"):
+        path.unlink()
+    dataset = LatentDataset(config_for(tmp_path))
+    assert (dataset.channels, dataset.condition_channels, dataset.names) == (4, 5, ["y", "z"])
+    condition = dataset[1].condition
+    assert condition is not None
+    assert torch.equal(condition, torch.ones(5, 1, 2, 2))

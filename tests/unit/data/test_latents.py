@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_megatron.data.latents import (
+    FORMAT,
     LatentError,
     find_latents,
     largest_latents,
     read_info,
     read_latents,
+    read_with_condition,
     write_latents,
 )
 
@@ -98,3 +100,32 @@ def test_largest_latents_is_that_of_most_tokens(tmp_path: Path) -> None:
 def test_latent_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(LatentError("a", "is\nbad")))
     assert (str(error), error.path) == ("a: is bad", "a")
+
+
+def test_a_condition_is_kept_beside_the_latents(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    latents, condition = torch.randn(2, 3, 4, 5).bfloat16(), torch.randn(6, 3, 4, 5).bfloat16()
+    write_latents(path, latents, name="a", settings=SETTINGS, condition=condition)
+    info = read_info(path)
+    assert (info.shape, info.condition_channels) == ((2, 3, 4, 5), 6)
+    found, beside = read_with_condition(info)
+    assert torch.equal(found, latents.float())
+    assert beside is not None
+    assert torch.equal(beside, condition.float())
+    assert torch.equal(read_latents(info), found)
+    for wrong in (condition[:, :2], condition.float()):
+        with pytest.raises(LatentError, match=r"a condition must be \[K, 3, 4, 5\] in torch.bfloat16"):
+            write_latents(path, latents, name="a", settings=SETTINGS, condition=wrong)
+    with pytest.raises(LatentError, match="are not finite"):
+        write_latents(path, latents, name="a", settings=SETTINGS, condition=condition / 0)
+    save_file({"latents": latents, "condition": condition[:, :2].contiguous()}, path, {"format": FORMAT, "name": "a"})
+    with pytest.raises(LatentError, match="KeyError"):
+        read_info(path)
+    header = {"format": FORMAT, "name": "a", "settings": "{}"}
+    save_file({"latents": latents, "condition": condition[:, :2].contiguous()}, path, header)
+    with pytest.raises(LatentError, match=r"must hold a condition \[K, T, H, W\] of the size of its latents"):
+        read_info(path)
+    write_latents(path, latents, name="a", settings=SETTINGS)
+    with pytest.raises(LatentError, match="changed after the start"):
+        read_with_condition(info)
+    assert read_with_condition(read_info(path))[1] is None

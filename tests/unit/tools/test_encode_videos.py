@@ -125,6 +125,67 @@ def test_latents_are_those_of_diffusers_normalised_by_its_own_figures(
     assert tokens.shape == (1, grid[0] * grid[1] * grid[2], 16)
 
 
+def pipeline_condition(kind: str, folder: Path, first: Tensor, frames: int) -> Tensor:
+    """What the pipeline of diffusers gives its transformer beside the noise, [1, K, t, h, w]."""
+    from types import SimpleNamespace
+
+    import diffusers
+
+    vae = getattr(diffusers, kind).from_pretrained(folder)
+    height, width = first.shape[-2:]
+    parts: dict[str, Any] = {"tokenizer": None, "text_encoder": None, "vae": vae}
+    if kind == "AutoencoderKLWan":
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+        wan = diffusers.WanImageToVideoPipeline(**parts, scheduler=scheduler)
+        wan.vae_scale_factor_temporal, wan.vae_scale_factor_spatial = 2, 2
+        condition: Tensor = wan.prepare_latents(
+            first[None], 1, 4, height, width, frames, torch.float32, CPU, torch.Generator()
+        )[1]
+        return condition
+    transformer = SimpleNamespace(config=SimpleNamespace(patch_size_t=None))
+    cog = diffusers.CogVideoXImageToVideoPipeline(
+        **parts, transformer=None, scheduler=diffusers.CogVideoXDDIMScheduler()
+    )
+    cog.transformer = transformer
+    # It draws from the posterior; its mode is what we write.
+    vae.encode = lambda x, encode=vae.encode: SimpleNamespace(latents=encode(x).latent_dist.mode())
+    found: Tensor = cog.prepare_latents(
+        first[None], 1, 4, frames, height, width, torch.float32, CPU, torch.Generator()
+    )[1]
+    return found.transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKLWan", "AutoencoderKLCogVideoX"])
+def test_first_frames_are_given_as_the_pipelines_give_them(
+    vaes: dict[str, Path], videos: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "latents"
+    assert run(vaes[kind], videos, output, "--first-frame", "--posterior", "sample") == 0
+    dataset = open_dataset(DataConfig(latents=str(output), patch_size=(1, 1, 1)))
+    assert dataset.condition_channels == (6 if kind == "AutoencoderKLWan" else 4)
+    info = probe_video(str(videos / "wide.mp4"))
+    for index, start in ((1, 0), (2, 5)):
+        clip = dataset[index]
+        assert clip.name == f"wide.mp4@{start}"
+        first = read_frames(info, range(start, start + 1), height=16, width=24)[:, 0]
+        expected = pipeline_condition(kind, vaes[kind], first, 5)
+        assert clip.condition is not None
+        torch.testing.assert_close(clip.condition, expected[0])
+    assert run(vaes[kind], videos, output, "--posterior", "sample") == 2
+    assert "made with other settings, got another condition" in capsys.readouterr().err
+
+
+def test_first_frames_need_a_vae_whose_models_take_them(
+    vaes: dict[str, Path], videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(vaes["AutoencoderKLHunyuanVideo"], videos, tmp_path / "x", "--first-frame") == 2
+    assert "--first-frame needs a VAE of AutoencoderKLWan or AutoencoderKLCogVideoX" in capsys.readouterr().err
+    vae = load_vae(vaes["AutoencoderKLCogVideoX"], device=CPU, dtype=torch.float32)
+    vae.module.register_to_config(invert_scale_latents=True)
+    with pytest.raises(ValueError, match="got invert_scale_latents=true"):
+        vae.encode_first_frame(clip(5, 16, 24))
+
+
 @pytest.mark.parametrize("kind", TINY)
 def test_decode_undoes_the_normalisation(vaes: dict[str, Path], kind: str) -> None:
     vae = load_vae(vaes[kind], device=CPU, dtype=torch.float32)

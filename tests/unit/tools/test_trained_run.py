@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from dbsp_megatron.data.latents import write_latents
 from dbsp_megatron.masks import DenseMask, TopKMask
+from tests.integration.test_train_image_conditioning import make_data
 from tests.reference import attention_reference
 from tests.unit.tools.tiny_run import GRID, NUM_HEADS, NUM_LAYERS, SEQLEN, make_run
 from tools.attention_inputs import LayerInputs
@@ -80,9 +83,33 @@ def test_velocity_does_not_depend_on_the_order_of_tokens(run: TrainedRun) -> Non
 
 def test_run_takes_other_videos_blocks_and_weights(run: TrainedRun, tmp_path: Path) -> None:
     folder = run.checkpoint.path
-    clip = run.dataset.config.paths[0]
+    (clip,) = run.describe()["data"]
     other = TrainedRun(folder, device=CPU, weights="model", data=[clip], block_size=4)
     assert (other.geometry.block_size, other.num_held_out, other.weights) == (4, 0, "model")
     assert other.default_samples(2, held_out=True) == [0, 2]
     with pytest.raises(ValueError, match="no checkpoint in"):
         TrainedRun(tmp_path, device=CPU)
+
+
+def test_a_run_on_latents_with_first_frames_is_measured_as_it_was_trained(tmp_path: Path) -> None:
+    """Loss of the run's own model on what training gives it, which a wrong condition would change."""
+    folder = make_data(tmp_path) / "start"
+    run = TrainedRun(folder, device=CPU, weights="model")
+    assert (run.geometry.grid, run.describe()["data"]) == ((3, 3, 5), [str(tmp_path / "latents")])
+    (point,) = run.points([2], [0.5])
+    assert point.condition is not None
+    assert point.condition.shape == (1, 45, 24)
+    plain = run.velocity(point)
+    assert plain.shape == point.target.shape
+    other = dataclasses.replace(point, condition=torch.zeros_like(point.condition))
+    assert (run.velocity(other) - plain).abs().max() > 1e-3
+    torch.testing.assert_close(run.velocity(point, DenseMask(), (2, 2, 2)), plain, atol=1e-5, rtol=1e-5)
+    write_latents(
+        tmp_path / "latents" / "z.safetensors",
+        torch.zeros(4, 1, 6, 10),
+        name="z",
+        settings={"vae": 1},
+        condition=torch.zeros(6, 1, 6, 10),
+    )
+    with pytest.raises(ValueError, match="must have one size here"):
+        TrainedRun(folder, device=CPU)

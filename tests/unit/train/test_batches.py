@@ -17,7 +17,8 @@ from dbsp_megatron.data.latents import write_latents
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.model import VideoDiT
 from dbsp_megatron.train import flow_matching
-from dbsp_megatron.train.batches import ClipLoader, ContextSource, StepBatches
+from dbsp_megatron.train.batches import ClipLoader, ContextSource, StepBatches, clip_loader
+from tests.integration.training import MemoryClips
 from tests.reference import max_error
 from tests.unit.models.cores import make_model, tiny_config
 
@@ -96,11 +97,14 @@ class _OneReader:
     """Clips whose dataset is not safe for several threads, and says so."""
 
     channels = 3
+    condition_channels = 0
+    origin: dict[str, int] | None = None
     digest = "one reader"
 
     def __init__(self) -> None:
         self.skipped: list[tuple[str, str]] = []
         self.sizes = [(1, 2, 2)] * 8
+        self.names = [f"c{index}.mp4@0" for index in range(8)]
         self._busy = False
 
     def __len__(self) -> int:
@@ -111,7 +115,7 @@ class _OneReader:
         self._busy = True
         time.sleep(0.005)
         self._busy = False
-        return Clip(video=torch.full((3, 1, 2, 2), float(index)), name=f"c{index}.mp4@0", index=index)
+        return Clip(video=torch.full((3, 1, 2, 2), float(index)), name=self.names[index], index=index)
 
 
 def test_clips_are_read_by_one_thread_at_a_time() -> None:
@@ -141,3 +145,20 @@ def test_a_step_is_a_pure_function_of_its_number(tmp_path: Path) -> None:
             keys = {"seed": 7, "samples": batch.clips.samples, "step": step}
             assert torch.equal(batch.noise, flow_matching.draw_noise(*batch.clips.tokens.shape[1:], **keys))
             assert torch.equal(batch.timesteps, flow_matching.draw_timesteps(**keys, sampling="logit_normal"))
+
+
+def test_a_model_of_pixels_is_given_the_first_frame_of_each_clip() -> None:
+    """Seven channels: noisy pixels, a mask of the given frame, the frame; zeros behind it."""
+    clips = MemoryClips(3, DataConfig(num_frames=4, height=8, width=12))
+    model = tiny_config("none", in_channels=7, out_channels=3, patch_size=(2, 4, 4))
+    batch = clip_loader(clips, model, "", "").load([2, 0])
+    assert batch.condition is not None
+    given = PixelPatchEncoder((2, 4, 4), 4).decode(batch.condition, batch.grid)
+    for index, sample in enumerate((2, 0)):
+        assert torch.equal(given[index, :1, 0], torch.ones(1, 8, 12))
+        assert torch.equal(given[index, 1:, 0], clips[sample].video[:, 0])
+    assert not given[:, :, 1:].any()
+    assert (
+        clip_loader(clips, tiny_config("none", out_channels=3, patch_size=(2, 4, 4)), "", "").load([0]).condition
+        is None
+    )
