@@ -30,7 +30,7 @@ if not __package__:  # Run by its path: the repository is not on sys.path.
 from tools.explain_advice import Limits, better_settings, warnings_of
 from tools.explain_layout import expand_hosts, process_groups, token_facts, understand
 from tools.explain_masks import expected_masks
-from tools.explain_memory import checkpoint_bytes, memory_parts
+from tools.explain_memory import checkpoint_bytes, memory_of_rank, memory_parts, ranks_of
 from tools.explain_text import as_text
 from tools.explain_time import predict_times
 
@@ -55,6 +55,10 @@ def explain(words: Sequence[str]) -> dict[str, Any]:
     times = predict_times(situation, masks)
     groups = process_groups(situation, times.chosen.mesh)
     memory = memory_parts(situation, tokens, times.plan)
+    by_rank = [
+        asdict(rank) | {"total_bytes": sum(p.num_bytes for p in memory_of_rank(situation, tokens, times.plan, rank))}
+        for rank in ranks_of(situation)
+    ]
     config, resolved, loop = situation.config, situation.resolved, situation.config.train
     return {
         "run": {
@@ -73,11 +77,15 @@ def explain(words: Sequence[str]) -> dict[str, Any]:
             "checkpoint_every": loop.checkpoint_every,
             "checkpoint_bytes": checkpoint_bytes(situation),
             "recompute": situation.recompute,
+            "compile": loop.compile,
         },
         "mesh": {
             "world_size": world_size,
             "data": resolved.mesh.dp_size,
             "sequence": situation.sp_size,
+            "tensor": config.parallel.tensor_parallel_size,
+            "pipeline": config.parallel.pipeline_parallel_size,
+            "virtual": config.parallel.virtual_pipeline_parallel_size,
             "ulysses": times.chosen.ulysses_degree,
             "ring": times.chosen.ring_degree,
             "strategy": config.sp.strategy,
@@ -94,6 +102,7 @@ def explain(words: Sequence[str]) -> dict[str, Any]:
             "source": masks.source,
             "layers": len(masks.layers),
         },
+        "pipeline": by_rank,
         "memory": {
             "parts": [asdict(part) for part in memory],
             "total_bytes": sum(part.num_bytes for part in memory),

@@ -21,6 +21,7 @@ from dbsp_megatron.plan import PartitionPlan
 from dbsp_megatron.strategy.call import CallShape
 from dbsp_megatron.strategy.layer_memory import layer_bytes
 from tools.explain_layout import Situation, TokenFacts
+from tools.explain_stages import PipelineRank, pipeline_ranks
 from tools.explain_state import state_parts
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from dbsp_megatron.models.dit import VideoDiT
 
 _FP32_BYTES = 4
+_IMAGE_TOKENS = 257
+"""Of the CLIP that Wan 2.1 attends to; how many there are shows in a file of features only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +56,15 @@ class SavedBytes:
     """Of the first and last layers."""
     layer: int
     """Of one transformer layer; of the larger kind where there are two."""
-    layers: int
-    """Of all transformer layers."""
+    by_layer: tuple[int, ...]
+    """Of each transformer layer."""
     layer_input: int
     """What a recomputed layer keeps."""
+
+    @property
+    def layers(self) -> int:
+        """Of all transformer layers."""
+        return sum(self.by_layer)
 
 
 class _NoAttention(nn.Module):
@@ -77,56 +85,92 @@ class _KeepNothing(torch.autograd.Function):
 
 
 def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) -> list[MemoryPart]:
-    """Memory of the rank that needs most while it trains.
+    """Memory of the rank that needs most while it trains; of the pipeline rank that keeps most.
 
     Args:
         situation: the run.
         tokens: its token layout.
         plan: the plan of a layer, on the mesh that is used.
     """
+    return max(
+        (memory_of_rank(situation, tokens, plan, rank) for rank in ranks_of(situation)),
+        key=lambda parts: sum(part.num_bytes for part in parts),
+    )
+
+
+def ranks_of(situation: Situation) -> list[PipelineRank]:
+    """The ranks of the run's pipeline; one that holds all layers if there is none."""
+    parallel = situation.config.parallel
+    return pipeline_ranks(
+        parallel.pipeline_parallel_size,
+        parallel.virtual_pipeline_parallel_size,
+        situation.resolved.num_layers,
+        # Without a pipeline a backward pass follows each forward pass.
+        situation.num_micro_batches if parallel.pipeline_parallel_size > 1 else 1,
+    )
+
+
+def memory_of_rank(
+    situation: Situation, tokens: TokenFacts, plan: PartitionPlan, rank: PipelineRank
+) -> list[MemoryPart]:
+    """Memory of one pipeline rank while it trains.
+
+    Args:
+        situation: the run.
+        tokens: its token layout.
+        plan: the plan of a layer, on the mesh that is used.
+        rank: its layers, and the micro-batches that it keeps.
+    """
     config, number = situation.config, situation.resolved.num_parameters
-    wide = _FP32_BYTES * number
+    parallel, loop = config.parallel, config.train
     parts = [
         MemoryPart(name=part.name, num_bytes=part.num_bytes, exact=True, note=part.note)
         for part in state_parts(config, situation.model, situation.resolved.mesh, number)
     ]
-    batch, bf16 = config.train.micro_batch_size, config.train.precision == "bf16"
+    batch, bf16 = loop.micro_batch_size, loop.precision == "bf16"
     saved = saved_by_model(situation.model, tokens, batch, bf16=bf16)
     most = max(tokens.tokens)
+    kept, each = rank.num_kept, attention_bytes(situation, tokens, plan)
+    num_stages = parallel.pipeline_parallel_size * parallel.virtual_pipeline_parallel_size
+    ends = saved.fixed * rank.ends_kept(num_stages)
+    of_layers = f"{kept} layers"
+    if num_stages > 1:
+        of_layers = f"{kept} layers of micro-batches under way on pipeline rank {rank.rank}"
     copies = ", bf16 copies of weights among them" if bf16 else ""
-    whole = ", neither tensor nor pipeline parallel" if config.parallel.model_size > 1 else ""
-    how = f"{most} tokens x {batch} samples, counted on a model without data{whole}{copies}"
-    num_layers = situation.resolved.num_layers
-    attention = num_layers * attention_bytes(situation, tokens, plan)
+    whole = ", not tensor parallel" if parallel.tensor_parallel_size > 1 else ""
+    fused = ", without train.compile, which keeps less" if loop.compile else ""
+    how = f"{of_layers}, {most} tokens x {batch} samples, counted on a model without data{whole}{copies}{fused}"
     if situation.recompute != "none":
         selective = situation.recompute == "selective"
-        kept = saved.fixed + num_layers * saved.layer_input
         if bf16:
             # Autocast keeps them until the backward pass has ended.
             note = "made by autocast, for matrix products"
-            parts.append(MemoryPart(name="bf16 weights", num_bytes=wide // 2, exact=False, note=note))
+            copied = _FP32_BYTES * number // (2 * parallel.model_size)
+            parts.append(MemoryPart(name="bf16 weights", num_bytes=copied, exact=False, note=note))
         parts += [
             MemoryPart(
                 name="layer inputs",
-                num_bytes=kept,
+                num_bytes=ends + kept * saved.layer_input,
                 exact=False,
-                note=f"{most} tokens x {batch} samples; recompute is {situation.recompute}",
+                note=f"{of_layers}, {most} tokens x {batch} samples; recompute is {situation.recompute}",
             ),
             MemoryPart(
                 name="one layer, recomputed",
-                num_bytes=saved.layer + (0 if selective else attention // num_layers),
+                num_bytes=saved.layer + (0 if selective else each),
                 exact=False,
-                note=f"activations{'' if selective else ' and attention'} of the layer that is in its backward pass",
+                note=f"activations{'' if selective else ' and attention'} of the layer that is in its backward "
+                f"pass{fused}",
             ),
         ]
         if selective:
             # The part behind attention keeps its input, which came back over ranks.
-            behind = num_layers * most * batch * situation.model.num_heads * situation.model.heads_dim
-            parts.append(_kept_attention(attention + behind * call_shape(situation).dtype.itemsize, num_layers))
+            behind = most * batch * situation.model.num_heads * situation.model.heads_dim
+            each += behind * call_shape(situation).dtype.itemsize
+            parts.append(_kept_attention(kept * each, of_layers))
     else:
         parts += [
-            MemoryPart(name="activations", num_bytes=saved.fixed + saved.layers, exact=False, note=how),
-            _kept_attention(attention, num_layers),
+            MemoryPart(name="activations", num_bytes=ends + rank.kept(saved.by_layer), exact=False, note=how),
+            _kept_attention(kept * each, of_layers),
         ]
     parts.append(
         MemoryPart(
@@ -139,8 +183,8 @@ def memory_parts(situation: Situation, tokens: TokenFacts, plan: PartitionPlan) 
     return parts
 
 
-def _kept_attention(num_bytes: int, num_layers: int) -> MemoryPart:
-    note = f"q, k, v, out and lse of {num_layers} layers, as the plan places them"
+def _kept_attention(num_bytes: int, of_layers: str) -> MemoryPart:
+    note = f"q, k, v, out and lse of {of_layers}, as the plan places them"
     return MemoryPart(name="attention, kept", num_bytes=num_bytes, exact=False, note=note)
 
 
@@ -198,16 +242,14 @@ def saved_by_model(model: DiTConfig, tokens: TokenFacts, batch: int, *, bf16: bo
         for count in (1, 2)
     )
     layer = two - one
-    layers = model.num_layers * layer
     single = 0
     if model.num_single_layers:
         both = replace(model, num_layers=1, num_single_layers=1, recompute="none")
         single = _saved(both, number, num_text, batch, bf16) - one
-        layers += model.num_single_layers * single
     return SavedBytes(
         fixed=one - layer,
         layer=max(layer, single),
-        layers=layers,
+        by_layer=(layer,) * model.num_layers + (single,) * model.num_single_layers,
         layer_input=_FP32_BYTES * number * batch * model.hidden_size,
     )
 
@@ -261,7 +303,13 @@ def model_without_data(
         context = None
         if model.text != "none":
             context = torch.empty(batch, max(1, model.text_len), model.text_dim or 1)
-        yield module, lambda: module(video, torch.empty(batch), grid=grid, positions=positions, context=context)
+        image = None if model.image_dim is None else torch.empty(batch, _IMAGE_TOKENS, model.image_dim)
+        yield (
+            module,
+            lambda: module(
+                video, torch.empty(batch), grid=grid, positions=positions, context=context, image_context=image
+            ),
+        )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ def as_text(facts: dict[str, Any]) -> str:
         "What runs": _pairs(_run(facts)),
         "Process groups": _groups(facts),
         "Tokens": _pairs(_tokens(facts)),
+        **({"Pipeline": _pipeline(facts)} if facts["mesh"]["pipeline"] > 1 else {}),
         "Memory of a rank": _memory(facts),
         "Predicted time": _pairs(_time(facts)),
         "Meshes, fastest first (attention of a layer, forward and backward)": _meshes(facts),
@@ -49,16 +50,20 @@ def _run(facts: dict[str, Any]) -> dict[str, str]:
     run, mesh = facts["run"], facts["mesh"]
     kv = f" ({run['kv_heads']} K/V heads)" if run["kv_heads"] != run["heads"] else ""
     nodes = f"{len(mesh['hosts'])} node(s) of {mesh['gpus_per_node']}"
+    split = f" x {mesh['tensor']} tensor parallel" if mesh["tensor"] > 1 else ""
+    split += f" x {mesh['pipeline']} pipeline ranks" if mesh["pipeline"] > 1 else ""
     chosen = ", by layer at run time; shown is the one predicted to be fastest" if mesh["chosen_by_layer"] else ""
     return {
         "run": f"{run['name']}: {run['steps']} steps, {run['precision']}",
         "model": f"{run['model']}: {run['parameters']:,} parameters, {run['layers']} layers, {run['heads']} heads of "
         f"{run['head_dim']}{kv}",
-        "processes": f"{mesh['world_size']} = {mesh['data']} data x {mesh['sequence']} sequence parallel, {nodes}",
+        "processes": f"{mesh['world_size']} = {mesh['data']} data x {mesh['sequence']} sequence parallel{split}, "
+        f"{nodes}",
         "mesh": f"{mesh['strategy']}: {mesh['ulysses']} ulysses x {mesh['ring']} ring{chosen}",
         "batch": f"{run['global_batch_size']} clips a step = {mesh['data']} x {run['micro_batches']} micro-batches of "
         f"{run['micro_batch_size']}",
         "recompute": run["recompute"],
+        "compile": "norms, modulation and rotary embedding; the first step takes longer" if run["compile"] else "no",
         "checkpoints": (f"every {run['checkpoint_every']} steps" if run["checkpoint_every"] else "at the end only")
         + f", {_size(run['checkpoint_bytes'])} each",
         "mask": f"{facts['masks']['method']}; density {facts['masks']['density']:.3f} "
@@ -103,6 +108,20 @@ def _tokens(facts: dict[str, Any]) -> dict[str, str]:
 def _span(counts: Sequence[int]) -> str:
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low} to {high}"
+
+
+def _pipeline(facts: dict[str, Any]) -> str:
+    """Stages and memory of each pipeline rank."""
+    virtual = facts["mesh"]["virtual"]
+    said = "  one stage on each rank"
+    if virtual > 1:
+        said = f"  {virtual} stages on each rank in turns (interleaved): shorter idle times, more activations kept"
+    table: list[Sequence[str]] = [("rank", "layers", "micro-batches kept, at most", "memory")]
+    for rank in facts["pipeline"]:
+        layers = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in rank["layers"])
+        passes = " + ".join(str(count) for count in rank["passes"])
+        table.append((str(rank["rank"]), layers, passes, _size(rank["total_bytes"])))
+    return f"{said}\n{_indented(aligned(table, 4))}"
 
 
 def _memory(facts: dict[str, Any]) -> str:

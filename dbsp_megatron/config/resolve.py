@@ -25,6 +25,8 @@ class ResolvedMesh:
     """(U, R) of which layers choose at run time; empty if the degrees are those of all layers."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    virtual_pipeline_parallel_size: int = 1
+    """Stages on each pipeline rank."""
     branches: int = 1
     """Groups of ranks that work on one sample, each on its own branch of guidance."""
 
@@ -56,6 +58,8 @@ class ResolvedRun:
     batch: str
     """What one step, or one pass, works on."""
     steps: int
+    compile: bool = False
+    """Parts of layers are compiled."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,8 +72,9 @@ class ResolvedRun:
         frames, rows, columns = self.grid
         degrees = f"ulysses {mesh.ulysses_degree} x ring {mesh.ring_degree}"
         split = f" x {mesh.tensor_parallel_size} tensor parallel" if mesh.tensor_parallel_size > 1 else ""
-        if mesh.pipeline_parallel_size > 1:
-            split += f" x {mesh.pipeline_parallel_size} pipeline stages"
+        pp, vp = mesh.pipeline_parallel_size, mesh.virtual_pipeline_parallel_size
+        if pp > 1:
+            split += f" x {pp} pipeline {'ranks' if vp > 1 else 'stages'}"
         own_heads = self.num_heads // mesh.tensor_parallel_size
         heads = f"{_spread(own_heads, mesh.ulysses_degree)} of {self.num_heads}"
         if mesh.choices:
@@ -93,6 +98,12 @@ class ResolvedRun:
             "batch": self.batch,
             "steps": str(self.steps),
         }
+        if vp > 1:
+            each = self.num_layers // (pp * vp)
+            layers = f"{each} layer{'s' if each > 1 else ''}"
+            facts["pipeline"] = f"{pp * vp} stages of {layers}, {vp} on each rank in turns (interleaved)"
+        if self.compile:
+            facts["compile"] = "norms, modulation and rotary embedding (train.compile); the first step takes longer"
         width = max(map(len, facts))
         return "\n".join(f"{key + ':':<{width + 1}} {value}" for key, value in facts.items())
 
@@ -137,6 +148,7 @@ def resolve_mesh(
         choices=choices,
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
     )
 
 

@@ -121,6 +121,7 @@ class TrainConfig:
             batch=f"{self.train.global_batch_size} clips per step = {mesh.dp_size} x "
             f"{self.train.global_batch_size // unit} micro-batches of {self.train.micro_batch_size}",
             steps=self.train.steps,
+            compile=self.train.compile,
         )
 
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from dbsp_megatron.config.parallel import ParallelConfig
+from dbsp_megatron.models.dit.chunks import ChunkedDiT
 from tests.harness import run_ranks
 from tests.integration import engine_runs
 from tests.integration.engine_runs import Case, Run, differences, merged, run_steps, spread_weights, train_case
 from tests.integration.torch_dist_runs import go_on, save_after, trainer_of
+from tests.integration.training import make_trainer
 from tests.megatron_on_cpu import megatron_on_cpu
+from tools.explain_stages import pipeline_ranks
 
 VIRTUAL = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
 TP2 = {"tensor_parallel_size": 2}
@@ -137,3 +140,46 @@ def test_sizes_that_do_not_fit_are_refused(root: Path) -> None:
         Case(engine="megatron", parallel=three).config(root).validate(2)
     with pytest.raises(ValueError, match=r"multiple of parallel.pipeline_parallel_size=2 micro-batches .*; use 4, or"):
         Case(engine="megatron", parallel=VIRTUAL).config(root, global_batch_size=3).validate(2)
+
+
+def _alive(rank: int, world_size: int, root: Path, cases: list[Case]) -> list[tuple[int, list[int]]]:
+    """Pipeline rank, and most forward passes of each of its stages that waited for their backward pass at once."""
+    found = []
+    for case in cases:
+        with megatron_on_cpu():
+            trainer = make_trainer(case.config(root))
+            module = trainer.engine.module
+            chunks = module.chunks if isinstance(module, ChunkedDiT) else [module]
+            waiting, most = [0] * len(chunks), [0] * len(chunks)
+
+            def watch(index: int, waiting: list[int] = waiting, most: list[int] = most) -> Any:
+                def done(_: Any) -> None:
+                    waiting[index] -= 1
+
+                def seen(_module: Any, _args: Any, output: torch.Tensor) -> None:
+                    waiting[index] += 1
+                    if sum(waiting) > sum(most):
+                        most[:] = waiting
+                    output.register_hook(done)
+
+                return seen
+
+            for index, chunk in enumerate(chunks):
+                chunk.register_forward_hook(watch(index))
+            trainer.train_step(0)
+            assert not any(waiting)
+            found.append((trainer.mesh.pp_rank, most))
+            trainer.close()
+    return found
+
+
+def test_activations_are_kept_for_as_many_micro_batches_as_explain_says(root: Path) -> None:
+    def case(virtual: int, batch: int) -> Case:
+        parallel = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": virtual}
+        return Case(engine="megatron", parallel=parallel, loop={"global_batch_size": batch})
+
+    settings = [(1, 1), (1, 4), (2, 2), (2, 6)]
+    ranks = run_ranks(_alive, 2, root, [case(*setting) for setting in settings], timeout_s=100)
+    for index, (virtual, batch) in enumerate(settings):
+        expected = [list(rank.passes) for rank in pipeline_ranks(2, virtual, 4, batch)]
+        assert dict(found[index] for found in ranks) == dict(enumerate(expected)), (virtual, batch)

@@ -19,6 +19,7 @@ from dbsp_megatron.train.optimizer import build_optimizer
 from tools import explain, explain_memory
 from tools.explain_layout import token_facts, understand
 from tools.explain_masks import expected_masks
+from tools.explain_stages import pipeline_ranks
 from tools.explain_time import predict_times
 
 DEMO = ["--config", "launch/demo.yaml", "--train.device", "cpu"]
@@ -118,3 +119,65 @@ def test_recompute_keeps_less() -> None:
     assert _parts(some)["attention, kept"] > _parts(usual)["attention, kept"]
     # 160 tokens x 2 samples x 96 channels of each of 4 layers, and what the first and last layers keep.
     assert _parts(less)["layer inputs"] > 4 * 160 * 2 * 96 * 4
+
+
+PIPELINE = ["--world-size", "8", "--train.engine", "megatron", "--train.global_batch_size", "16"]
+PIPELINE += ["--sp.ulysses_degree", "2", "--sp.ring_degree", "1", "--parallel.pipeline_parallel_size", "2"]
+
+
+def test_pipeline_ranks_hold_their_layers_and_micro_batches() -> None:
+    """Four ranks of two stages each, of 16 layers; P = 4, V = 2: rank 0 begins with 2 * 3 + 4 passes."""
+    ranks = pipeline_ranks(4, 2, 16, 8)
+    assert [rank.layers for rank in ranks] == [((2 * p, 2 * p + 1), (2 * p + 8, 2 * p + 9)) for p in range(4)]
+    assert [rank.passes for rank in ranks] == [(7, 4), (5, 4), (4, 3), (4, 1)]
+    assert [rank.num_kept for rank in ranks] == [22, 18, 14, 10]
+    assert [rank.ends_kept(8) for rank in ranks] == [7, 0, 0, 1]
+    assert ranks[0].kept([1] * 8 + [10] * 8) == 7 * 2 + 4 * 20
+    # Never more passes than the step has; one rank without a pipeline keeps one.
+    assert [rank.passes for rank in pipeline_ranks(4, 2, 16, 4)] == [(4, 4), (4, 4), (4, 3), (4, 1)]
+    assert [rank.passes for rank in pipeline_ranks(4, 1, 16, 2)] == [(2,), (2,), (2,), (1,)]
+    assert [rank.passes for rank in pipeline_ranks(1, 1, 16, 1)] == [(1,)]
+
+
+def test_memory_is_that_of_the_pipeline_rank_that_keeps_most() -> None:
+    plain, virtual = _facts(*PIPELINE), _facts(*PIPELINE, "--parallel.virtual_pipeline_parallel_size", "2")
+    for facts, layers, passes in (
+        (plain, [((0, 1),), ((2, 3),)], [(2,), (1,)]),
+        (virtual, [((0, 0), (2, 2)), ((1, 1), (3, 3))], [(3, 2), (2, 1)]),
+    ):
+        assert [rank["layers"] for rank in facts["pipeline"]] == layers
+        assert [rank["passes"] for rank in facts["pipeline"]] == passes
+        totals = [rank["total_bytes"] for rank in facts["pipeline"]]
+        assert facts["memory"]["total_bytes"] == max(totals) == totals[0] > totals[1]
+    # Attention of two layers of two micro-batches, of five layers interleaved.
+    assert _parts(virtual)["attention, kept"] * 4 == _parts(plain)["attention, kept"] * 5
+
+
+def test_text_tells_of_stages_and_of_compiled_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DEMO, *PIPELINE, "--parallel.virtual_pipeline_parallel_size", "2", "--train.compile", "true"]
+    assert explain.main(words) == 0
+    text = capsys.readouterr().out
+    for said in (
+        "8 = 2 data x 2 sequence parallel x 2 pipeline ranks, 1 node(s) of 8",
+        "2 stages on each rank in turns (interleaved)",
+        "0     0, 2    3 + 2",
+        "norms, modulation and rotary embedding; the first step takes longer",
+        "5 layers of micro-batches under way on pipeline rank 0",
+        "without train.compile, which keeps less",
+    ):
+        assert said in text, said
+    plan = parse_train(words).config.validate(8).describe()
+    assert "4 stages of 1 layer, 2 on each rank in turns (interleaved)" in plan
+    assert "norms, modulation and rotary embedding (train.compile)" in plan
+    plan = parse_train([*DEMO, *PIPELINE]).config.validate(8).describe()
+    assert "x 2 pipeline stages" in plan
+    assert "compile:" not in plan
+
+
+def test_models_that_attend_to_an_image_are_explained() -> None:
+    model = replace(load_model_config("dit_debug"), text="cross", text_dim=8, text_len=5)
+    tokens = replace(token_facts(understand(parse_train(DEMO).config, 4)), num_tokens=60, text_tokens=0, tokens=(60,))
+    without = explain_memory.saved_by_model(model, tokens, 1, bf16=False)
+    found = explain_memory.saved_by_model(replace(model, image_dim=6), tokens, 1, bf16=False)
+    # Keys and values of 257 tokens, at least.
+    assert found.layer > without.layer + 2 * 257 * 96 * 4
