@@ -13,7 +13,7 @@ from dbsp_megatron.config.cli import Command, names_pipeline, parse_infer, witho
 from dbsp_megatron.config.schema import InferConfig
 from dbsp_megatron.infer.pipeline_command import main as pipeline_main
 from dbsp_megatron.masks.config import COMMON
-from dbsp_megatron.train.checkpoint_folder import list_checkpoints
+from dbsp_megatron.train.checkpoint_folder import foreign_note, list_checkpoints
 from dbsp_megatron.train.distributed import World, env_world_size
 from dbsp_megatron.train.launch import exit_with_line, launch, launched_rank
 from dbsp_megatron.train.signals import StopRequest
@@ -79,7 +79,10 @@ def _peek(path: Path) -> Mapping[str, Any]:
             continue
         if {"model", "config"} <= state.keys():
             return state
-    raise ValueError(f"checkpoint={path} must be a run folder or a checkpoint folder; no readable checkpoint is there")
+    raise ValueError(
+        f"checkpoint={path} must be a run folder or a checkpoint folder; no readable checkpoint is there"
+        f"{foreign_note(path)}"
+    )
 
 
 def _dry_run(words: Sequence[str]) -> NoReturn:

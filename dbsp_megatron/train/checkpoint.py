@@ -27,6 +27,7 @@ from dbsp_megatron.train.checkpoint_folder import (
     STATE,
     begin,
     find_fault,
+    foreign_note,
     is_checkpoint_name,
     list_checkpoints,
     move_aside,
@@ -230,7 +231,9 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
         return _read(path)
     found = find_checkpoint(path, world) or find_checkpoint(path / "checkpoints", world)
     if found is None:
-        raise ValueError(f"no checkpoint in {path}: expected a folder step_*, or one that holds such folders")
+        raise ValueError(
+            f"no checkpoint in {path}: expected a folder step_*, or one that holds such folders{foreign_note(path)}"
+        )
     return found
 
 

@@ -105,6 +105,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
+def foreign_note(path: Path) -> str:
+    """What to say, after "no checkpoint is here", of a folder that Megatron-LM wrote; empty for all others.
+
+    Such folders are `iter_*`, in one that has `latest_checkpointed_iteration.txt`.
+    """
+    inside = [path, *sorted(path.glob("iter_*"))]
+    if not (path / "latest_checkpointed_iteration.txt").is_file() and not any(
+        (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*")) for folder in inside
+    ):
+        return ""
+    return (
+        "; it was written by Megatron-LM, without the state.json and manifest.json that a run is checked by: load it "
+        "in Megatron and write its weights by dbsp_megatron.train.checkpoint.save_checkpoint, see docs/megatron.md"
+    )
+
+
 def move_aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that it does not take the place of a good one."""
     number = 0

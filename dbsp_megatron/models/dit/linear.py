@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -27,11 +28,22 @@ def whole_input(config: TransformerConfig) -> TransformerConfig:
     return changed
 
 
+def _as_autocast(out: Tensor) -> Tensor:
+    """The dtype that one rank's product with its bias has under autocast.
+
+    Over several ranks Megatron adds the bias behind the product, where an fp32 one makes the result fp32.
+    """
+    kind = out.device.type
+    if out.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return out.to(torch.get_autocast_dtype(kind))
+    return out
+
+
 class ColumnLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` that needs no group, and issues no collective, on one rank.
 
-    It always adds its bias, in the matrix product: added behind it under autocast, an fp32 bias would make the result
-    fp32. `gather_output=True` also works on CPU tensors, where Megatron's gather asks for the current CUDA device.
+    It always adds its bias. `gather_output=True` also works on CPU tensors, where Megatron's gather asks for the
+    current CUDA device.
     """
 
     def __init__(
@@ -58,6 +70,7 @@ class ColumnLinear(ColumnParallelLinear):
         """
         if group_size(self.tp_group) > 1:
             out, left_bias = super().forward(input_, *args, **kwargs)
+            out = _as_autocast(out)
             if self.gathers:
                 out = gather_last_dim(out, self.tp_group)
                 out = sum_gradient(out, self.tp_group) if self.partial_use else out
@@ -76,5 +89,6 @@ class RowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps [..., input_size / tp] to the summed [..., output_size] and the bias left to add, if any."""
         if group_size(self.tp_group) > 1:
-            return super().forward(input_)
+            out, left_bias = super().forward(input_)
+            return _as_autocast(out), left_bias
         return F.linear(input_, self.weight, self.bias), None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsp_megatron.train.ema import ramped_decay
@@ -69,10 +71,13 @@ class DeepSpeedState:
             return self._by_function(
                 name, lambda: self._model_weight(parameter), lambda value: self._set_model_weight(parameter, value)
             )
-        from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+        from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
         def write(value: Tensor) -> None:
-            safe_set_full_fp32_param(parameter, value)
+            if hasattr(parameter, "ds_id"):
+                safe_set_local_fp32_param(parameter, _own_partition(parameter, value))
+            else:
+                safe_set_full_fp32_param(parameter, value)
             self._set_model_weight(parameter, value)
 
         return self._by_function(name, lambda: safe_get_full_fp32_param(parameter), write)
@@ -106,13 +111,19 @@ class DeepSpeedState:
         parameter = self.parameters[name]
         if self.is_plain:
             return self.names.whole(name, self._inner.state[parameter][moment])
-        from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-
-        return self._by_function(
-            name,
-            lambda: safe_get_full_optimizer_state(parameter, moment),
-            lambda value: safe_set_full_optimizer_state(parameter, value, moment),
+        from deepspeed.utils import (
+            safe_get_full_optimizer_state,
+            safe_set_full_optimizer_state,
+            safe_set_local_optimizer_state,
         )
+
+        def write(value: Tensor) -> None:
+            if hasattr(parameter, "ds_id"):
+                safe_set_local_optimizer_state(parameter, _own_partition(parameter, value), moment)
+            else:
+                safe_set_full_optimizer_state(parameter, value, moment)
+
+        return self._by_function(name, lambda: safe_get_full_optimizer_state(parameter, moment), write)
 
     def _by_function(self, name: str, read: Callable[[], Tensor], write: Callable[[Tensor], None]) -> StateTensor:
         shape = self.shape(name)
@@ -143,6 +154,16 @@ class DeepSpeedState:
         if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
             wrapper._hp_optimizer_states_linked = False
             wrapper._lazy_init_hp_params_optimizer_state()
+
+
+def _own_partition(parameter: Any, value: Tensor) -> Tensor:
+    """What stage 3 keeps of a whole tensor on this rank.
+
+    DeepSpeed's own setters of whole tensors fail where the ranks do not divide a parameter, whose last part is padded.
+    """
+    size, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+    padded = F.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
+    return padded.narrow(0, size * dist.get_rank(group), size)
 
 
 class OwnedEma:

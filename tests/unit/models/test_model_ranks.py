@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from dbsp_megatron.models.dit.config import DiTConfig
+from dbsp_megatron.models.dit.linear import ColumnLinear, RowLinear
 from dbsp_megatron.models.dit.model import VideoDiT
 from tests.harness import run_ranks
 from tests.megatron_on_cpu import megatron_on_cpu
@@ -299,3 +300,28 @@ def test_pipeline_stages_equal_one_process(text: str) -> None:
             assert torch.equal(values, fresh[name]), name
     assert first["shared"] == []
     assert last["shared"], "the second stage's copies would count twice in the gradient norm"
+
+
+def layer_dtypes(rank: int, world_size: int, text: str) -> list[list[tuple[torch.dtype, ...]]]:
+    """What the linear layers of one process and of two tensor-parallel ranks return under autocast, in order."""
+    config = tiny_config(text)
+    found = []
+    for group in (None, dist.group.WORLD):
+        groups = ProcessGroupCollection(tp=group, cp=None, pp=None)
+        model = VideoDiT(config, core_attention=DenseCore, pg_collection=groups)
+        seen: list[tuple[torch.dtype, ...]] = []
+        for module in model.modules():
+            if isinstance(module, (ColumnLinear, RowLinear)):
+                module.register_forward_hook(lambda _module, _args, out, seen=seen: seen.append((out[0].dtype,)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(**make_inputs(config, torch.float32))
+        found.append([*seen, (out.dtype,)])
+    return found
+
+
+@pytest.mark.parametrize("text", ["cross", "dual_stream"])
+def test_split_layers_return_what_whole_ones_do_under_autocast(text: str) -> None:
+    """A bias of fp32, added behind the sum over ranks, would make fp32 of a bf16 product."""
+    for alone, split in run_ranks(layer_dtypes, 2, text):
+        assert split == alone
+        assert set(alone) == {(torch.bfloat16,)}

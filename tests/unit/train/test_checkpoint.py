@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsp_megatron.infer.__main__ import _peek
+from dbsp_megatron.models.dit import VideoDiT
 from dbsp_megatron.train.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
 from dbsp_megatron.train.checkpoint_folder import list_checkpoints
 from dbsp_megatron.train.distributed import World
 from tests.harness import run_ranks
+from tests.integration.training import make_config, make_trainer, with_run
 
 WORLD = World()
 
@@ -196,3 +200,41 @@ def test_load_tensors_says_nothing_of_kinds_that_are_not_loaded(
     said = [record.getMessage() for record in caplog.records if record.name.endswith("train.checkpoint")]
     assert len(said) == 1
     assert "1 tensor (model.half)" in said[0]
+
+
+@pytest.mark.parametrize("layout", ["run", "iteration", "legacy"])
+def test_folders_of_megatron_lm_are_named_as_such(tmp_path: Path, layout: str) -> None:
+    iteration = tmp_path / "iter_0000010"
+    iteration.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    if layout == "legacy":
+        (iteration / "mp_rank_00").mkdir()
+    else:
+        for name in (".metadata", "metadata.json", "common.pt"):
+            (iteration / name).write_bytes(b"{}")
+    path = iteration if layout != "run" else tmp_path
+    with pytest.raises(
+        ValueError, match=r"it was written by Megatron-LM, .* by .*save_checkpoint, see docs/megatron\.md"
+    ):
+        open_checkpoint(path, World())
+    with pytest.raises(ValueError, match="no readable checkpoint is there; it was written by Megatron-LM"):
+        _peek(path)
+    with pytest.raises(ValueError, match=r"holds such folders$"):
+        open_checkpoint(tmp_path / "nothing", World())
+
+
+def test_weights_of_a_model_become_a_checkpoint_to_start_from(tmp_path: Path) -> None:
+    """As docs/megatron.md has it for a model that was loaded in Megatron."""
+    config = make_config(tmp_path)
+    model = VideoDiT(config.load_model())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    weights = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    state = {"model": asdict(model.dit_config), "config": asdict(config), "seed": 0, "world_size": 1, "has_ema": False}
+    save_checkpoint(tmp_path / "theirs" / "checkpoints", 0, weights, state, World(), keep_last=1)
+    trainer = make_trainer(with_run(config, init_from=str(tmp_path / "theirs")))
+    found = dict(trainer.engine.module.named_parameters())
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    assert _peek(tmp_path / "theirs")["model"]["hidden_size"] == 24
