@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.init_weights import mark_init, zero_init
-from dbsp_megatron.models.dit.linear import ColumnLinear, whole_input
+from dbsp_megatron.models.dit.linear import ColumnLinear, Linear, whole_input
 from dbsp_megatron.models.dit.modulation import AffineNorm
 
 
@@ -42,8 +42,8 @@ class TimestepEmbedding(nn.Module):
         super().__init__()
         self.num_features = dit.time_freq_dim
         self.scale = dit.time_scale
-        self.linear_1 = nn.Linear(dit.time_freq_dim, dit.time_channels, dtype=dtype)
-        self.linear_2 = nn.Linear(dit.time_channels, dit.time_channels, dtype=dtype)
+        self.linear_1 = Linear(dit.time_freq_dim, dit.time_channels, dtype=dtype)
+        self.linear_2 = Linear(dit.time_channels, dit.time_channels, dtype=dtype)
 
     def forward(self, timestep: Tensor) -> Tensor:
         """Maps float [b] in [0, 1] to [b, time_channels] in the dtype of the weights."""
@@ -61,10 +61,8 @@ class TextProjection(nn.Module):
         super().__init__()
         if dit.text_dim is None:
             raise ValueError("text_dim must be given to project text; got None")
-        self.linear_1 = nn.Linear(dit.text_dim, dit.hidden_size, dtype=dtype)
-        self.linear_2 = (
-            nn.Linear(dit.hidden_size, dit.hidden_size, dtype=dtype) if dit.text_projection == "mlp" else None
-        )
+        self.linear_1 = Linear(dit.text_dim, dit.hidden_size, dtype=dtype)
+        self.linear_2 = Linear(dit.hidden_size, dit.hidden_size, dtype=dtype) if dit.text_projection == "mlp" else None
 
     def forward(self, text: Tensor) -> Tensor:
         """Projects [..., text_dim]."""
@@ -84,8 +82,8 @@ class ImageProjection(MegatronModule):
         super().__init__(config=config)
         dtype = config.params_dtype
         self.norm_in = AffineNorm(config, hidden_size=image_dim, eps=1e-5, affine=True)
-        self.linear_1 = nn.Linear(image_dim, image_dim, dtype=dtype)
-        self.linear_2 = nn.Linear(image_dim, hidden_size, dtype=dtype)
+        self.linear_1 = Linear(image_dim, image_dim, dtype=dtype)
+        self.linear_2 = Linear(image_dim, hidden_size, dtype=dtype)
         self.norm_out = AffineNorm(config, hidden_size=hidden_size, eps=1e-5, affine=True)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -120,7 +118,7 @@ class OutputLayer(MegatronModule):
             zero_init(self.linear)
         else:
             self.table = mark_init(nn.Parameter(torch.empty(2, size, dtype=dtype)), "zero")
-        self.proj = nn.Linear(size, dit.patch_out_dim, dtype=dtype)
+        self.proj = Linear(size, dit.patch_out_dim, dtype=dtype)
         zero_init(self.proj)
 
     def forward(self, x: Tensor, time_embedding: Tensor) -> Tensor:

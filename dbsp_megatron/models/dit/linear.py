@@ -1,4 +1,4 @@
-"""Megatron's tensor-parallel linear layers, usable without any process group."""
+"""Linear layers: Megatron's tensor-parallel ones, usable without any process group, and plain ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from dbsp_megatron.compat import group_size
 from dbsp_megatron.models.dit.tensor_parallel import gather_last_dim, sum_gradient
@@ -28,15 +28,37 @@ def whole_input(config: TransformerConfig) -> TransformerConfig:
     return changed
 
 
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a product takes a tensor."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _as_autocast(out: Tensor) -> Tensor:
     """The dtype that one rank's product with its bias has under autocast.
 
     Over several ranks Megatron adds the bias behind the product, where an fp32 one makes the result fp32.
     """
-    kind = out.device.type
-    if out.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return out.to(torch.get_autocast_dtype(kind))
-    return out
+    return out.to(_autocast_dtype(out))
+
+
+def _adjacent_rows(x: Tensor) -> Tensor:
+    """A tensor [..., input_size] as products read it, copied at most once.
+
+    PyTorch would multiply one that is not contiguous by a copy of the matrix for each entry of its first dim where the
+    matrix is frozen, and otherwise copy it twice under autocast.
+    """
+    if x.dim() < 3 or x.is_contiguous():
+        return x
+    return x.to(_autocast_dtype(x), memory_format=torch.contiguous_format).contiguous()
+
+
+class Linear(nn.Linear):
+    """A linear layer that every rank has whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps [..., in_features] to [..., out_features]."""
+        return super().forward(_adjacent_rows(input))
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -68,6 +90,7 @@ class ColumnLinear(ColumnParallelLinear):
 
         With `gather_output` the result is [..., output_size] on every rank.
         """
+        input_ = _adjacent_rows(input_)
         if group_size(self.tp_group) > 1:
             out, left_bias = super().forward(input_, *args, **kwargs)
             out = _as_autocast(out)
@@ -88,6 +111,7 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps [..., input_size / tp] to the summed [..., output_size] and the bias left to add, if any."""
+        input_ = _adjacent_rows(input_)
         if group_size(self.tp_group) > 1:
             out, left_bias = super().forward(input_)
             return _as_autocast(out), left_bias

@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor, nn
+from torch import Tensor
 
 from dbsp_megatron.compat import group_rank, group_size, process_groups
 from dbsp_megatron.models.dit.attention import CoreAttention
@@ -20,6 +20,7 @@ from dbsp_megatron.models.dit.config import DiTConfig
 from dbsp_megatron.models.dit.embeddings import ImageProjection, OutputLayer, TextProjection, TimestepEmbedding
 from dbsp_megatron.models.dit.init_weights import init_weights, zero_init
 from dbsp_megatron.models.dit.layer_spec import default_core_attention, dit_block_spec, dit_transformer_config
+from dbsp_megatron.models.dit.linear import Linear
 from dbsp_megatron.models.dit.modulation import AdaLayerNormZero, AffineNorm
 from dbsp_megatron.models.dit.positions import PositionEmbedding
 from dbsp_megatron.models.dit.rows import RowPositions, gather_rows, scatter_rows
@@ -92,13 +93,11 @@ class VideoDiT(MegatronModule):
         self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
         self._first_layer = stage * (config.num_attention_layers // num_stages)
         self._input: Tensor | None = None
-        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, dtype=dtype) if self.pre_process else None
+        self.patch_embed = Linear(config.patch_dim, config.hidden_size, dtype=dtype) if self.pre_process else None
         self.time_embed = TimestepEmbedding(config, dtype)
-        self.time_proj: nn.Linear | None = None
+        self.time_proj: Linear | None = None
         if config.modulation == "table":
-            self.time_proj = nn.Linear(
-                config.time_channels, 2 * self._num_streams * 3 * config.hidden_size, dtype=dtype
-            )
+            self.time_proj = Linear(config.time_channels, 2 * self._num_streams * 3 * config.hidden_size, dtype=dtype)
             zero_init(self.time_proj)
         # Text in the sequence enters with the video; contexts for cross-attention are needed by every stage.
         has_text_proj = config.text == "cross" or (config.has_joint_text and self.pre_process)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsp_megatron import SequenceParallel, SequenceParallelConfig
 from dbsp_megatron.masks import VsaMask
@@ -77,6 +78,36 @@ def test_outputs_of_axial_models_keep_every_bit(name: str) -> None:
     config = axial_models.tiny(name)
     given, _ = axial_models.inputs(config, (3, 2, 4), 2, torch.float32)
     check(axial_models.build(config, dtype=torch.float32), given)
+
+
+class _Names(TorchDispatchMode):
+    """Names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["stdit3_xl_2", "latte_xl_2", "axial_k3", "cross", "dual_stream"])
+@pytest.mark.parametrize("half", [True, False])
+def test_frozen_matrices_are_multiplied_once(name: str, half: bool) -> None:
+    """PyTorch takes a frozen matrix once for every entry of the first dim of a tensor that is not contiguous."""
+    if name in axial_models.NAMES:
+        config: Any = axial_models.tiny(name)
+        model: nn.Module = axial_models.build(config, dtype=torch.float32)
+        given, _ = axial_models.inputs(config, (3, 2, 4), 2, torch.float32)
+    else:
+        config = tiny_config(name)
+        model, given = make_model(config, dtype=torch.float32), make_inputs(config, torch.float32)
+    model.requires_grad_(False)
+    with _Names() as names, torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        model(**given)
+    assert not [name for name in names.seen if "bmm" in name]
+    assert any("addmm" in name for name in names.seen)
 
 
 def test_adapters_stay_wide() -> None:
