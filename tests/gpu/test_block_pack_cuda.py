@@ -175,11 +175,12 @@ def test_pack_needs_no_memory_beside_the_results() -> None:
         del results
 
 
-def _median_us(call: Callable[[], object]) -> float:
+def _least_us(call: Callable[[], object]) -> float:
     times = []
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     for repeat in range(23):
         flush.zero_()
+        torch.cuda._sleep(1_000_000)  # the call is launched before the device comes to it
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -187,7 +188,8 @@ def _median_us(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         if repeat >= 3:
             times.append(start.elapsed_time(stop) * 1e3)
-    return sorted(times)[len(times) // 2]
+    # Other processes may use the device meanwhile.
+    return min(times)
 
 
 def test_pack_and_unpack_cost_little_more_than_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,14 +199,14 @@ def test_pack_and_unpack_cost_little_more_than_a_copy(capsys: pytest.CaptureFixt
     flat = pack([x], [index])
     assert sum(piece_sizes([index], 1, [128])) == flat.numel()
     to = torch.empty_like(x)
-    copy = _median_us(lambda: to.copy_(x))
+    copy = _least_us(lambda: to.copy_(x))
     lines = [f"copy {copy:.1f} us"]
     for name, call in (
         ("pack", lambda: pack([x], [index])),
         ("unpack", lambda: unpack(flat, [index], 1, [128])),
         ("unpack_sum", lambda: unpack_sum(flat, [index], 1, [128])),
     ):
-        us = _median_us(call)
+        us = _least_us(call)
         lines.append(f"{name} {us:.1f} us")
         assert us < 2 * copy + 20, lines
     with capsys.disabled():
