@@ -42,17 +42,22 @@ def _plan_of(what: nn.Module | Parallelized | DspSession | StagePlan) -> StagePl
     if isinstance(what, StagePlan):
         return what
     if isinstance(what, nn.Module):
-        handle = installed(what)
-        # A traced model, or one that is written for several ranks.
-        owner = getattr(what, BEGIN, what) if handle is None else handle
-        session = getattr(owner, "session", None)
-        if not isinstance(session, DspSession):
+        # Inside what wraps a model (DDP, torch.compile) too.
+        session = next(filter(None, map(_session_of, what.modules())), None)
+        if session is None:
             raise ValueError("dsp.explain: the model is not parallelized: call dsp.parallelize or dsp.trace first")
     else:
         session = what.session if isinstance(what, Parallelized) else what
     if session.last_plan is None:
         raise ValueError("dsp.explain: nothing is planned yet: run a pass, or declare stages and call session.plan()")
     return session.last_plan
+
+
+def _session_of(model: nn.Module) -> DspSession | None:
+    handle = installed(model)
+    # A traced model, or one that is written for several ranks.
+    session = getattr(getattr(model, BEGIN, model) if handle is None else handle, "session", None)
+    return session if isinstance(session, DspSession) else None
 
 
 def describe(plan: StagePlan) -> str:

@@ -240,7 +240,7 @@ class _Builder:
                 continue
             metas = _metadata(node)
             if not metas:
-                if not self._is_whole_length(node):
+                if not self._is_alike(node):
                     self.local.add(node)
                 continue
             is_stage = node.op == "call_module" and node.target in self.specs
@@ -253,6 +253,7 @@ class _Builder:
                 what = f"makes {shapes} of the stream, expected {self.pattern.text!r} with {self.lengths}"
                 self._refuse(node, what, "a stage")
             if not is_stage:
+                self._check_numbers(node)
                 self._check_sides(node)
             self.stream.add(node)
 
@@ -277,12 +278,27 @@ class _Builder:
                 return False
         return True
 
-    def _is_whole_length(self, node: fx.Node) -> bool:
-        """Whether a number read from a shape is that of a dim outside the grid, equal on all ranks."""
-        index = node.args[1] if len(node.args) > 1 else None
-        if node.target not in (operator.getitem, "size") or not isinstance(index, int):
+    def _check_numbers(self, node: fx.Node) -> None:
+        """Refuse arithmetic with a length of the grid, which is that of a part when the graph runs."""
+        for number in node.all_input_nodes:
+            if number in self.local and _name(node) not in self.entrywise:
+                what = f"computes with {number.name!r}, which depends on lengths of the grid that are cut"
+                self._refuse(node, what, "a stage, or pass the number as an argument of the model")
+
+    def _is_alike(self, node: fx.Node) -> bool:
+        """Whether what is no tensor is alike on all ranks: a dtype, a device, the length of a dim outside the grid."""
+        source = node.args[0] if node.args else None
+        if node.target is getattr:
+            return node.args[1] in ("dtype", "device", "ndim", "is_cuda", "layout")
+        if node.target == "dim" or not isinstance(source, fx.Node):
+            return node.target == "dim"
+        # Only of a shape as a whole are dims counted from the front.
+        is_shape = source.target is getattr and source.args[1] == "shape"
+        is_shape = is_shape or (source.target == "size" and len(source.args) == 1 and not source.kwargs)
+        if node.target != "size" and not (node.target is operator.getitem and is_shape):
             return False
-        return not set(self.pattern.groups[index]) & set(self.lengths)
+        index = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return isinstance(index, int) and not set(self.pattern.groups[index]) & set(self.lengths)
 
     def _cut_before(self, run: fx.Node, name: str, previous: fx.Node, node: fx.Node) -> None:
         """Switch what is alive, at the place between two stages where that is least."""
@@ -350,6 +366,10 @@ class _Builder:
                 with graph.inserting_before(output):
                     whole = graph.call_function(dsp_leave, (run, part, self.pattern.text))
                 output.replace_input_with(part, whole)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
 
 
 def _is_tuple(node: fx.Node) -> bool:

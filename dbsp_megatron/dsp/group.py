@@ -95,6 +95,10 @@ class DspGroup:
         self._control = control_group if size > 1 else None
         self._check = check
 
+    def __deepcopy__(self, _: object) -> DspGroup:
+        """The same ranks: a copy of a model that holds them runs among them too."""
+        return self
+
     @property
     def size(self) -> int:
         """Number of ranks."""

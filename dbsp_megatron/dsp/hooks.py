@@ -85,6 +85,13 @@ class Parallelized:
         if _installed.get(self.model) is self:
             del _installed[self.model]
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        # Hooks of a copy would switch with the state of this one.
+        raise ValueError(
+            "dsp: a parallelized model can be neither copied nor pickled as a whole: copy it before dsp.parallelize or "
+            "after remove(), or take its state_dict()"
+        )
+
     def __enter__(self) -> Parallelized:
         return self
 
@@ -120,10 +127,10 @@ class Parallelized:
     def _enter(self, boundary: Boundary, x: Tensor) -> Tensor:
         if self._run is None and not in_backward():
             self._run = begin_pass(self.session, x, boundary.tensor)
-        return self.run.enter(x, boundary.tensor, grad=boundary.grad)
+        return self.run.enter(x, boundary.tensor, grad=boundary.grad or "partial")
 
     def _leave(self, boundary: Boundary, x: Tensor) -> Tensor:
-        return self.run.leave(x, boundary.tensor, grad=boundary.grad)
+        return self.run.leave(x, boundary.tensor, grad=boundary.grad or "whole")
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         run = self._run
@@ -235,6 +242,7 @@ def grid_lengths(x: Tensor, pattern: str, grid: Sequence[str]) -> dict[str, int]
     return {name: int(x.shape[groups.index((name,))]) for name in grid}
 
 
+@torch.compiler.disable
 def begin_pass(session: DspSession, x: Tensor, pattern: str) -> DspRun:
     """Begin a pass with the lengths of a whole tensor.
 
@@ -245,7 +253,7 @@ def begin_pass(session: DspSession, x: Tensor, pattern: str) -> DspRun:
         lengths = grid_lengths(x, pattern, session.grid)
     except ValueError as error:
         return session.run({}, problem=str(error))
-    return session.run(lengths, facts={"dtype": x.dtype})
+    return session.run(lengths, facts={"dtype": x.dtype, "shape": list(x.shape)})
 
 
 def dry_run(

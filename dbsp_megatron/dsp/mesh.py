@@ -53,6 +53,10 @@ class DspMesh:
         for group in groups:
             group.traffic = self.traffic
 
+    def __deepcopy__(self, _: object) -> DspMesh:
+        """The same mesh: its groups and its counter go together."""
+        return self
+
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes, outermost first."""

@@ -20,6 +20,7 @@ from dbsp_megatron.dsp.layout import Layout
 from dbsp_megatron.dsp.patterns import Pattern, parse
 from dbsp_megatron.dsp.planner import all_layouts, cheapest_moves, fits_stage
 from dbsp_megatron.dsp.primitives import GradKind, check_grad_kind
+from dbsp_megatron.dsp.recall import Recall
 from dbsp_megatron.dsp.stages import Stage, StagePlan, follow
 from dbsp_megatron.dsp.tags import tag, tag_of
 from dbsp_megatron.dsp.unit_attention import attend_over
@@ -50,7 +51,7 @@ class DspRun:
         self._open = True
         self._entered: dict[str, tuple[Layout, Layout]] = {}
         self._recorded: list[Stage] = []
-        self._unit_plans: dict[tuple[object, ...], UnitPlan] = {}
+        self._recall, self._unit_plans = Recall(), dict[tuple[object, ...], UnitPlan]()
 
     def __enter__(self) -> DspRun:
         return self
@@ -84,7 +85,7 @@ class DspRun:
     @torch.compiler.disable
     def positions(self, name: str, stage: str | None = None) -> range:
         """Entries of a grid dim on this rank, counted in the whole: for RoPE, position embeddings and masks."""
-        return self._positions(name, self.layout if stage is None else self._entered[stage][1])
+        return self._positions(name, self._here("positions", name, stage))
 
     @torch.compiler.disable
     def cut_of(self, name: str, stage: str) -> tuple[DspGroup, tuple[int, ...]]:
@@ -103,21 +104,22 @@ class DspRun:
         return mesh.groups[cutting[0].name], layout.pieces(dim, cutting[0], mesh.coords)
 
     @torch.compiler.disable
-    def enter(self, x: Tensor, pattern: str, *, grad: GradKind = "partial") -> Tensor:
+    def enter(self, x: Tensor, pattern: str, *, grad: GradKind = "partial", stage: str | None = None) -> Tensor:
         """This rank's part of a tensor that all ranks hold, cut as the stream is now; sends nothing forward.
 
         Args:
             x: equal on all ranks.
             pattern: names of its dims; lengths of those outside the grid are remembered.
             grad: what its gradient shall be, see `primitives`; `partial` is to be summed over the ranks.
+            stage: a stage that was entered, in whose layout x is cut.
         """
         check_grad_kind("dsp: enter", grad)
-        names = parse(pattern)
+        names, here = parse(pattern), self._here("enter", pattern, stage)
         x = names.open(x, self._lengths, "dsp: enter", self._sizes)
         for name, size in zip(names.names, x.shape, strict=True):
             if name not in self._lengths:
                 self._sizes.setdefault(name, size)
-        wanted = names.layout(tuple(x.shape), self._session.grid, self.layout)
+        wanted = names.layout(tuple(x.shape), self._session.grid, here)
         now = Layout.replicated(wanted.shape)
         for dim, axes in enumerate(wanted.shards):
             for axis in axes:
@@ -129,7 +131,7 @@ class DspRun:
                 else:
                     x = x.narrow(dim, sum(lengths[: group.rank]), lengths[group.rank])
         # The whole tensor is not to be kept alive by a view of it.
-        return self._tagged(names.close(x).clone(memory_format=torch.contiguous_format), names, self.layout)
+        return self._tagged(names.close(x).clone(memory_format=torch.contiguous_format), names, here)
 
     @torch.compiler.disable
     def leave(self, x: Tensor, pattern: str, *, grad: GradKind = "whole", stage: str | None = None) -> Tensor:
@@ -139,11 +141,10 @@ class DspRun:
             x: this rank's part, cut as the stream is now.
             pattern: names of its dims.
             grad: what the gradient of the result is, see `primitives`.
-            stage: the stage that made x, needed where it is recomputed.
+            stage: a stage that was entered, in whose layout x is.
         """
         check_grad_kind("dsp: leave", grad)
-        names = parse(pattern)
-        layout = self.layout if stage is None else self._entered[stage][1]
+        names, layout = parse(pattern), self._here("leave", pattern, stage)
         self._check("leave", x, names, layout)
         x = names.open(x, self._local(layout), "dsp: leave", self._sizes)
         now = names.layout(tuple(x.shape), self._session.grid, layout)
@@ -165,26 +166,26 @@ class DspRun:
             x: this rank's part, cut as the stream is now.
             pattern: names of its dims.
         """
-        names = parse(pattern)
-        self._check("home", x, names, self.layout)
-        x = self._move(x, names, self.layout, self._start)
-        self.layout = self._start
-        return x
+        names, here = parse(pattern), self._here("home", pattern)
+        self._check("home", x, names, here)
+        if not in_backward():
+            self.layout = self._start
+        return self._move(x, names, here, self._start)
 
     @torch.compiler.disable
     def slice(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
-        """This rank's part of a side input that all ranks hold (masks, tables, embeddings); its gradient is partial.
+        """This rank's part of a side input that all ranks hold (masks, tables); its gradient is partial.
 
         Args:
             x: whole along every grid dim that it has; not of length 1 to be broadcast.
             pattern: names of its dims.
             stage: name of the stage that reads it; None cuts it as the stream is now.
         """
-        names = parse(pattern)
+        names, here = parse(pattern), self._here("slice", pattern, stage)
         x = names.open(x, self._lengths, "dsp: slice", self._sizes)
         for dim, name in enumerate(names.names):
             if name in self._lengths:
-                where = self.positions(name, stage)
+                where = self._positions(name, here)
                 x = x.narrow(dim, where.start, len(where))
         return names.close(x)
 
@@ -282,7 +283,14 @@ class DspRun:
     @torch.compiler.disable
     def mark(self, x: Tensor, pattern: str, stage: str | None = None) -> Tensor:
         """Tag what an operation made of the stream (or inside a stage), so that a wrong use is refused; returns it."""
-        return self._tagged(x, parse(pattern), self.layout if stage is None else self._entered[stage][1])
+        return self._tagged(x, parse(pattern), self._here("mark", pattern, stage))
+
+    def _here(self, call: str, key: str, stage: str | None = None) -> Layout:
+        """What a call means that may name a stage."""
+        if stage is not None:
+            return self._entered[stage][1]
+        # No recompute will ask for what comes after the pass.
+        return self._recall.find(call, key, self.layout) if self._open or in_backward() else self.layout
 
     def _begin(
         self, name: str, xs: Sequence[Tensor], pattern: Pattern, needs: Collection[str] | None, *, branch: bool
@@ -302,12 +310,13 @@ class DspRun:
             known = self._entered[name] = start, self._layout_for(stage, start)
             if not branch:
                 self.layout = known[1]
-        if self._session.check_stages:
+        # While stages are recorded, nothing is known of other ranks.
+        if self._session.check_stages or (self.plan is None and not in_backward()):
             cuts = [[axis.size for axis in axes] for layout in known for axes in layout.shards]
             facts = Belief(
-                digest_int(name, cuts, *(str(x.dtype) for x in xs)),
-                lambda: f"stage {name!r}, {known[0]} to {known[1]}, {', '.join(str(x.dtype) for x in xs)}",
-                "run the same stages in the same order, with the same dtype, on all ranks",
+                digest_int(name, cuts, told := [(str(x.dtype), self._others(name, x, pattern, start)) for x in xs]),
+                lambda: f"stage {name!r}, {known[0]} to {known[1]}, {', '.join(f'{a} {b}' for a, b in told)}",
+                "run the same stages in the same order, with the same dtype and other dims, on all ranks",
             )
             self._session.mesh.agree(f"dsp: stage {name!r}", None, {"stage, layout and dtype": facts})
         return known
@@ -315,31 +324,22 @@ class DspRun:
     def _stage(self, name: str, x: Tensor, pattern: Pattern, needs: Collection[str] | None, *, branch: bool) -> Stage:
         """The declared stage, or a new one that is recorded."""
         if self.plan is not None:
-            planned = self.plan.by_name.get(name)
-            if planned is None:
-                raise ValueError(
-                    f"dsp: stage {name!r} is not planned, stages are {list(self.plan.by_name)[:8]} ...: declare it, or "
-                    "call session.forget() to record the stages anew"
-                )
-            stage = planned.stage
-            if stage.branch != branch or (needs is not None and frozenset(needs) != stage.needs):
-                raise ValueError(
-                    f"dsp: stage {name!r} is planned with needs={sorted(stage.needs)} and branch={stage.branch}, got "
-                    f"needs={sorted(needs or ())} and branch={branch}: call it as it is declared"
-                )
-            return stage
+            return self.plan.declared(name, needs, branch=branch)
         if needs is None:
             raise ValueError(f"dsp: stage {name!r} has no needs: pass needs=, or declare the stages in the session")
         stage = Stage(
-            name=name, needs=frozenset(needs), branch=branch, stream_bytes=self._point_bytes(name, x, pattern)
+            name=name,
+            needs=frozenset(needs),
+            branch=branch,
+            stream_bytes=max(1, x.element_size() * math.prod(self._others(name, x, pattern, self.layout))),
         )
         self._recorded.append(stage)
         return stage
 
-    def _point_bytes(self, name: str, x: Tensor, pattern: Pattern) -> int:
-        opened = pattern.open(x, self._local(self.layout), f"dsp: stage {name!r}", self._sizes)
-        sizes = [n for each, n in zip(pattern.names, opened.shape, strict=True) if each not in self._lengths]
-        return max(1, x.element_size() * math.prod(sizes))
+    def _others(self, name: str, x: Tensor, pattern: Pattern, layout: Layout) -> list[int]:
+        """Lengths of the dims of a tensor that are not of the grid."""
+        opened = pattern.open(x, self._local(layout), f"dsp: stage {name!r}", self._sizes)
+        return [n for each, n in zip(pattern.names, opened.shape, strict=True) if each not in self._lengths]
 
     def _layout_for(self, stage: Stage, start: Layout) -> Layout:
         """The planned layout, or the nearest one that fits."""

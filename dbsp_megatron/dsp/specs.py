@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from dbsp_megatron.dsp.patterns import parse
-from dbsp_megatron.dsp.primitives import GradKind
+from dbsp_megatron.dsp.primitives import GradKind, check_grad_kind
 
 _Module = TypeVar("_Module", bound=type[nn.Module])
 
@@ -63,14 +63,17 @@ class Boundary:
     """Which argument it is (at the input), by number or name."""
     result: int | None = None
     """Its place in a tuple (at the output); None for the tensor itself."""
-    grad: GradKind = "partial"
-    """Gradient on the side that all ranks hold, see `primitives`: of an entry `partial` unless parameters before it are
-    not summed over the ranks, of an exit `whole` where all ranks compute the same loss."""
+    grad: GradKind | None = None
+    """Gradient on the side that all ranks hold, see `primitives`. None is as in `DspRun.enter` and `leave`: of an entry
+    `partial`, to be summed over the ranks with those of parameters before it; of an exit `whole`, as all ranks compute
+    the same loss."""
 
     def __post_init__(self) -> None:
         parse(self.tensor)
         if self.at not in ("input", "output"):
             raise ValueError(f"boundary {self.modules!r}: at={self.at!r} is unknown: use 'input' or 'output'")
+        if self.grad is not None:
+            check_grad_kind(f"boundary {self.modules!r}", self.grad)
 
 
 def stage(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -172,6 +172,31 @@ class StagePlan:
     def by_name(self) -> Mapping[str, PlannedStage]:
         """The steps by the name of their stage."""
         return {step.stage.name: step for step in self.steps}
+
+    def declared(self, name: str, needs: Collection[str] | None, *, branch: bool) -> Stage:
+        """The stage of a call.
+
+        Args:
+            name: what the call names.
+            needs: what it needs; None if it does not say.
+            branch: whether it is one of a branch.
+
+        Raises:
+            ValueError: no such stage is planned, or with other needs.
+        """
+        planned = self.by_name.get(name)
+        if planned is None:
+            raise ValueError(
+                f"dsp: stage {name!r} is not planned, stages are {list(self.by_name)[:8]} ...: declare it, or "
+                "call session.forget() to record the stages anew"
+            )
+        stage = planned.stage
+        if stage.branch != branch or (needs is not None and frozenset(needs) != stage.needs):
+            raise ValueError(
+                f"dsp: stage {name!r} is planned with needs={sorted(stage.needs)} and branch={stage.branch}, got "
+                f"needs={sorted(needs or ())} and branch={branch}: call it as it is declared"
+            )
+        return stage
 
     @property
     def num_switches(self) -> int:

@@ -45,14 +45,15 @@ def tag(x: Tensor, layout: Layout, coords: Coords) -> Tensor:
         raise ValueError(f"coords must name every axis of layout {layout}, got {dict(coords)}: add {missing}")
     new = Tag(layout, dict(coords))
     check_shape(x, new, "dsp.tag")
-    _tags[x] = new
+    _tags[x] = new, x.stride()
     return x
 
 
 def tag_of(x: Tensor) -> Tag | None:
     """The tag of a tensor, None if it has none."""
-    found = _tags.get(x)
-    return found if isinstance(found, Tag) else None
+    found: tuple[Tag, tuple[int, ...]] | None = _tags.get(x)
+    # Dims that were exchanged in place (`x.transpose_`, `x.data =`) are other ones; their lengths may be equal.
+    return found[0] if found is not None and found[1] == x.stride() else None
 
 
 def untag(x: Tensor) -> Tensor:

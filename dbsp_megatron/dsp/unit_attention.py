@@ -10,6 +10,7 @@ balanced by dense blocks, in place of whole entries or whole heads, and cut at q
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -60,7 +61,8 @@ def attend_units(
         cut_dim: the dim that is cut, heads excepted; `dim` if None.
         length: whole length of `cut_dim`, needed where q carries no tag because an operation made it.
         mask: pattern over the whole `dim`, equal on all ranks: batch 1, or one for each entry of the other dims in
-            their order (whole ones); it has H heads. None attends everything.
+            their order (whole ones, or what other axes leave of them to this group); it has H heads. None attends
+            everything.
         scale: softmax scale, default D ** -0.5.
         tolerance: units are cut only if ranks else have more than this above the mean, as a fraction.
         block_size: tokens of the blocks at which units may be cut where there is no mask.
@@ -105,7 +107,10 @@ def _in_units(
         if pattern is None:
             sizes = {"block_size_q": block_size, "block_size_k": block_size}
             pattern = BlockMask.dense(shape.heads, shape.num_places, device=q.device, **sizes)
-        _check_mask(pattern, shape)
+        around = before.layout.gather(where.axis)
+        _check_mask(pattern, shape, math.prod(around.shape[:-2]) // max(1, shape.num_places))
+        if all(shape.lengths) and pattern.batch_size not in (1, shape.num_frames):
+            pattern = _of_frames(pattern, around, attended, before.coords)
         if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):
             raise ValueError(f"{_WHERE}: tolerance must be a number of at least 0, got {tolerance!r}: pass a fraction")
         return before, shape, pattern, softmax_scale(scale, shape.head_dim)
@@ -132,15 +137,15 @@ def _in_units(
     else:
         found = prepare()
     before, shape, pattern, factor = found
+    if not all(shape.lengths):
+        # Other axes left nothing to this group, and all of its ranks know.
+        return tag(_nothing(q, k, v), _with_entries(before.layout, shape.head_dim_v), before.coords)
     plan = find(shape, pattern, float(tolerance), where.rank, q.device)
     flat = [x.reshape(-1, x.shape[-1]) for x in (q, k, v)]
     out = _attend(plan, shape, carry(plan.routes.into, where, True, *flat), factor, engine)
     (home,) = carry(plan.routes.back, where, False, out)
     home = home.view(*q.shape[:-1], shape.head_dim_v)
-    layout = before.layout
-    if home.shape[-1] != q.shape[-1]:
-        layout = type(layout)((*layout.shape[:-1], home.shape[-1]), layout.shards)
-    return tag(home, layout, before.coords)
+    return tag(home, _with_entries(before.layout, shape.head_dim_v), before.coords)
 
 
 def attend_over(
@@ -210,21 +215,37 @@ def _attend_here(
     factor = softmax_scale(scale, q.shape[-1])
     if mask is None:
         mask = BlockMask.dense(heads, places, block_size_q=block_size, block_size_k=block_size, device=q.device)
-    _check_mask(mask, whole)
+    _check_mask(mask, whole, whole.num_frames)
     if not q.numel():
-        return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(*q.shape[:-1], v.shape[-1])
+        return _nothing(q, k, v)
     if mask.batch_size > 1:
         # Frames of the mask are counted in the whole.
-        others = [n for at, n in enumerate(lengths) if at != dim]
-        blocks = mask.blocks.unflatten(0, others)
-        here = [layout.positions(at, coords) for at in range(len(lengths)) if at != dim]
-        for at, positions in enumerate(here):
-            blocks = blocks.narrow(at, positions.start, len(positions))
-        mask = BlockMask(blocks.flatten(0, len(here) - 1), mask.block_size_q, mask.block_size_k, places, places)
+        mask = _of_frames(mask, layout, dim, coords)
     moved = [x.movedim(dim, -3) for x in qkv]
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in moved)
     out = _attention(query, key, value, mask, factor, engine)
     return out.reshape(*moved[0].shape[:-1], -1).movedim(-3, dim)
+
+
+def _of_frames(mask: BlockMask, layout: Layout, dim: int, coords: Coords) -> BlockMask:
+    """The masks of the frames in a layout [..., heads, D], of those of all frames."""
+    others = [at for at in range(len(layout.shape) - 2) if at != dim]
+    blocks = mask.blocks.unflatten(0, [layout.shape[at] for at in others])
+    for place, at in enumerate(others):
+        here = layout.positions(at, coords)
+        blocks = blocks.narrow(place, here.start, len(here))
+    blocks = blocks.flatten(0, len(others) - 1)
+    return BlockMask(blocks, mask.block_size_q, mask.block_size_k, mask.seqlen_q, mask.seqlen_k)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output where no place is held; a part of the graph, as the backward pass is collective."""
+    return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+
+def _with_entries(layout: Layout, width: int) -> Layout:
+    """The layout with other entries of a head."""
+    return Layout((*layout.shape[:-1], width), layout.shards)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, engine: str) -> Tensor:
@@ -291,14 +312,15 @@ def _shape_in_group(q: Tensor, k: Tensor, v: Tensor, before: Tag, group: DspGrou
         )
     pieces = layout.pieces(cut_dim, group.axis, before.coords)
     lengths = [sum(pieces) if at == cut_dim else n for at, n in enumerate(q.shape[:-2])]
-    if not all(lengths):
-        raise ValueError(f"{_WHERE}: no dim may be empty as a whole, got {lengths}: leave such a call out")
+    if not all(layout.shape[:-2]):
+        whole = list(layout.shape[:-2])
+        raise ValueError(f"{_WHERE}: no dim may be empty as a whole, got {whole}: leave such a call out")
     return UnitShape(
         tuple(lengths), dim, cut_dim, pieces, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     )  # fmt: skip
 
 
-def _check_mask(mask: BlockMask, shape: UnitShape) -> None:
+def _check_mask(mask: BlockMask, shape: UnitShape, all_frames: int) -> None:
     if not isinstance(mask, BlockMask):
         raise ValueError(f"{_WHERE}: mask must be a BlockMask or None, got {type(mask).__name__}")
     if mask.num_heads != shape.heads or {mask.seqlen_q, mask.seqlen_k} != {shape.num_places}:
@@ -306,10 +328,10 @@ def _check_mask(mask: BlockMask, shape: UnitShape) -> None:
             f"{_WHERE}: mask is for {mask.num_heads} heads, seqlen_q={mask.seqlen_q} and seqlen_k={mask.seqlen_k}; "
             f"expected {shape.heads} heads and {shape.num_places} on both sides, the whole length of dim {shape.dim}"
         )
-    if mask.batch_size not in (1, shape.num_frames):
+    if mask.batch_size not in (1, shape.num_frames, all_frames):
         raise ValueError(
-            f"{_WHERE}: mask has batch size {mask.batch_size}, expected 1 or {shape.num_frames}, one for each entry of "
-            "the other dims: repeat it"
+            f"{_WHERE}: mask has batch size {mask.batch_size}, expected 1 or {all_frames}, one for each entry of the "
+            "other dims: repeat it"
         )
 
 

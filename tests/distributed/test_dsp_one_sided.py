@@ -9,7 +9,6 @@ from torch import Tensor
 from dbsp_megatron.dsp import (
     Boundary,
     DspGroup,
-    DspMesh,
     DspSession,
     Layout,
     StageSpec,
@@ -22,11 +21,9 @@ from dbsp_megatron.dsp import (
     trace,
 )
 from dbsp_megatron.models.evoformer import Evoformer, EvoformerConfig
-from tests.distributed.axial_models import build, inputs, part, reference, tiny
-from tests.distributed.dsp_models import DimAttention, check, mesh_of_world, refused, summed
+from tests.distributed.dsp_models import DimAttention, mesh_of_world, refused
 from tests.distributed.sharded import recorded_collectives
 from tests.harness import run_ranks
-from tests.unit.models.cores import gradients
 
 
 def _primitives(rank: int, world_size: int) -> list[str]:
@@ -76,6 +73,12 @@ class _Model(torch.nn.Module):
         return found
 
 
+def _first_stage(x: Tensor, name: str, needs: str = "S") -> None:
+    """A pass that records one stage."""
+    with DspSession(mesh_of_world(), ("T", "S")).run({"T": 4, "S": 4}) as run:
+        run.stage(name, run.enter(x, "B T S C"), "B T S C", needs={needs})
+
+
 def _passes(rank: int, world_size: int) -> list[str]:
     x = torch.randn(1, 4, 4, 4)
     stages = [StageSpec(modules="attend", needs={"T"})]
@@ -85,7 +88,7 @@ def _passes(rank: int, world_size: int) -> list[str]:
         parallelize(model, mesh_of_world(), grid=("T", "S"), entries=[Boundary()], stages=stages, example=(x,)),
         recorded_collectives() as log,
     ):
-        for odd in (x[0], None, x.double(), x[:, :3]):
+        for odd in (x[0], None, x.double(), x[:, :3], x.repeat(2, 1, 1, 1)):
             texts.append(refused(lambda each=odd if rank else x: model(each)))
         assert "all_to_all_single" not in [name for name, *_ in log]
         texts.append(refused(lambda: model(x)))
@@ -97,6 +100,12 @@ def _passes(rank: int, world_size: int) -> list[str]:
     for lengths in ({"T": 4.0, "S": 4}, {"T": -4, "S": 4}, {"T": 4}):
         texts.append(refused(lambda each=lengths if rank else {"T": 4, "S": 4}: session.run(each)))
     texts.append(refused(lambda: session.run({"T": 4, "S": 4}, facts={"kind": rank})))
+    # Stages that are not known yet: another name, need, dtype or batch on one rank.
+    for other in ("a", "b"):
+        texts.append(refused(lambda name=other if rank else "a": _first_stage(x, name)))
+    texts.append(refused(lambda: _first_stage(x, "a", "T" if rank else "S")))
+    texts.append(refused(lambda: _first_stage(x.double() if rank else x, "a")))
+    texts.append(refused(lambda: _first_stage(x.repeat(1 + rank, 1, 1, 1), "a")))
     evoformer = Evoformer(
         EvoformerConfig(
             num_blocks=1, msa_channels=6, pair_channels=5, msa_heads=2, pair_heads=3, head_dim=4, outer_channels=2,
@@ -120,6 +129,7 @@ def test_one_sided_passes_are_refused_on_all_ranks() -> None:
             "is not a tensor",
             "ranks disagree about the call",
             "ranks disagree about lengths",
+            "shape: [2, 4, 4, 4]",
             "accepted",
         ),
         *(
@@ -129,43 +139,10 @@ def test_one_sided_passes_are_refused_on_all_ranks() -> None:
             "must name the grid",
             "disagree about the call",
         ),
+        *("accepted", *["disagree about stage, layout and dtype"] * 4),
         *["size must be two integers"] * 3,
         *("pair must be a tensor", "disagree about the call"),
     ]
     for texts in run_ranks(_passes, 2):
         for text, word in zip(texts, words, strict=True):
             assert word in text, (word, text)
-
-
-def _two_axes(rank: int, world_size: int) -> list[int]:
-    """Two nodes of two ranks: units go round inside one axis, the other cuts frames or stays idle."""
-    groups = {}
-    for name, lists in {"node": [[0, 1], [2, 3]], "rail": [[0, 2], [1, 3]]}.items():
-        for ranks in lists:
-            made = dist.new_group(ranks)
-            if rank in ranks:
-                groups[name] = made
-    units = []
-    for name, grid in (("stdit3_xl_2", (2, 1, 7)), ("stdit3_xl_2", (3, 1, 9)), ("axial_k3", (1, 2, 5))):
-        config = tiny(name, num_heads=4, num_kv_heads=2, head_dim=4)
-        mesh = DspMesh([DspGroup(groups["rail"], "rail"), DspGroup(groups["node"], "node")])
-        model = build(config, mesh)
-        given, weights = inputs(config, grid, 2)
-        out, wanted = reference(config, given, weights)
-        positions = model.local_positions(grid)
-        got = model(**part(model, given))
-        torch.testing.assert_close(got, out[:, positions], rtol=0, atol=1e-11)
-        (got * weights[:, positions]).sum().backward()
-        check(summed(gradients(model)), wanted, f"{name} {grid}")
-        assert model.session is not None
-        plan = model.session.last_plan
-        assert plan is not None
-        units.append(sum(step.in_units for step in plan.steps))
-    return units
-
-
-def test_axial_units_on_two_mesh_axes_equal_one_process() -> None:
-    units = run_ranks(_two_axes, 4)
-    assert all(other == units[0] for other in units)
-    # Three frames cut twice are as even as units would be.
-    assert [number > 0 for number in units[0]] == [True, False, True]

@@ -269,6 +269,47 @@ def test_trace_refuses_what_does_not_work_entry_by_entry() -> None:
         assert texts[-1] == "accepted"
 
 
+_NUMBERS = {
+    "item": lambda x: x / x.shape[1],
+    "of a slice": lambda x: x / x.shape[1:][0],
+    "size": lambda x: x * x.size(2),
+    "size by name": lambda x: x * x.size(dim=1),
+    "from the back": lambda x: x / x.size()[-3],
+    "root": lambda x: x * x.shape[2] ** -0.5,
+    "all": lambda x: x / x.numel(),
+    "as option": lambda x: torch.clamp(x, max=0.1 * x.shape[1]),
+}
+"""Arithmetic with lengths of the grid, which on a part would be those of the part."""
+_ALIKE = [
+    lambda x: x / x.shape[-1],
+    lambda x: x.to(x.dtype).to(x.device) * x.shape[0] * x.dim() * x.size(-1) * x.size(dim=0),
+]
+"""What all ranks have alike."""
+
+
+def _numbers(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    x = inputs((2, 5, 7))[0] @ torch.ones(3, 4, dtype=torch.float64)
+    texts, errors = [], []
+    for between in [*_NUMBERS.values(), *_ALIKE]:
+        torch.manual_seed(0)
+        model = _Between(between).double()
+        stage = StageSpec(modules="attend", needs={"T"})
+        options = {"grid": ("T", "S"), "entries": {"x": "B T S C"}, "example": {"x": x}, "stages": [stage]}
+        if between in _ALIKE:
+            out = trace(model, mesh_of_world(), gather=True, **options)(x)  # type: ignore[arg-type]
+            errors.append(float((out - model(x)).abs().max()))
+        else:
+            texts.append(refused(lambda m=model, o=options: trace(m, mesh_of_world(), **o)))
+    return texts, errors
+
+
+def test_trace_refuses_numbers_that_depend_on_lengths_of_the_grid() -> None:
+    for texts, errors in run_ranks(_numbers, 2):
+        for name, text in zip(_NUMBERS, texts, strict=True):
+            assert "which depends on lengths of the grid that are cut" in text, (name, text)
+        assert max(errors) < 1e-12
+
+
 def _cycles(rank: int, world_size: int) -> tuple[int, int, int, int]:
     grid = GRIDS[3]
     model = make(num_dims=3, num_blocks=20)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from dbsp_megatron.dsp import Axis, DspMesh, DspSession, Link, Stage, explain, plan_stages
+from dbsp_megatron.dsp import (
+    Axis,
+    Boundary,
+    DspMesh,
+    DspSession,
+    Link,
+    Stage,
+    StageSpec,
+    explain,
+    parallelize,
+    plan_stages,
+    trace,
+)
 
 
 def test_explain_names_switches_bytes_and_the_fullest_rank() -> None:
@@ -38,3 +52,38 @@ def test_session_in_one_process_records_plans_and_explains() -> None:
     assert "2 stages, 0 switches, 0 B sent" in explain(session, quiet=True)
     with pytest.raises(ValueError, match="not parallelized"):
         explain(nn.Linear(1, 1))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mix(x)
+        return y
+
+
+_OPTIONS = {"grid": ("T", "S"), "stages": [StageSpec(modules="mix", needs={"S"})]}
+
+
+def test_explain_finds_a_model_inside_a_wrapper() -> None:
+    model, x = _Model(), torch.ones(1, 2, 4, 3)
+    with parallelize(model, DspMesh(None), entries=[Boundary()], example=(x,), **_OPTIONS):  # type: ignore[arg-type]
+        wrapped = nn.Sequential(nn.Identity(), torch.compile(model, backend="eager"))  # type: ignore[call-overload]
+        assert explain(wrapped, quiet=True) == explain(model, quiet=True)
+        # Hooks of a copy would switch with the state of the model; the weights can be copied.
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ValueError, match=r"can be neither copied nor pickled.*remove\(\)"):
+                copied(wrapped)
+        assert model.state_dict().keys() == copy.deepcopy(model.state_dict()).keys()
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_copy_of_a_traced_model_runs_on_the_same_mesh() -> None:
+    model, x, mesh = _Model(), torch.ones(1, 2, 4, 3), DspMesh(None)
+    graph = trace(model, mesh, entries={"x": "B T S C"}, example={"x": x}, **_OPTIONS)  # type: ignore[arg-type]
+    copied = copy.deepcopy(graph)
+    assert torch.equal(copied(x), model(x))
+    assert copied.dsp_begin.session.mesh is mesh  # type: ignore[union-attr]
+    assert copied.mix.weight is not model.mix.weight  # type: ignore[union-attr]

@@ -25,6 +25,20 @@ def test_tag_stays_with_its_tensor_alone() -> None:
     assert tag_of(untag(x)) is None
 
 
+@pytest.mark.parametrize("change", ["transpose_", "data"])
+def test_tag_is_lost_when_dims_are_exchanged_in_place(change: str) -> None:
+    """Their lengths on this rank are equal, so that the shape tells nothing."""
+    layout = Layout.sharded((3, 6), 1, Axis("dsp", 2))
+    x = tag(torch.zeros(3, 3), layout, {"dsp": 1})
+    x.add_(1.0).copy_(torch.ones(3, 3))
+    assert layout_of(x) == layout
+    if change == "data":
+        x.data = torch.zeros(3, 3).t()
+    else:
+        x.transpose_(0, 1)
+    assert layout_of(x) is None
+
+
 def test_tag_dies_with_its_tensor() -> None:
     before = len(_tags)
     x = tag(torch.zeros(4, 3), LAYOUT, {"dsp": 1})
