@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,16 @@ import torch
 from dbsp_megatron.config.parallel import ParallelConfig
 from dbsp_megatron.models.dit.chunks import ChunkedDiT
 from tests.harness import run_ranks
-from tests.integration import engine_runs
-from tests.integration.engine_runs import Case, Run, differences, merged, run_steps, spread_weights, train_case
+from tests.integration.engine_runs import (
+    SPLIT_MODEL,
+    Case,
+    Run,
+    differences,
+    merged,
+    run_steps,
+    spread_weights,
+    train_case,
+)
 from tests.integration.torch_dist_runs import go_on, save_after, trainer_of
 from tests.integration.training import make_trainer
 from tests.megatron_on_cpu import megatron_on_cpu
@@ -30,9 +37,8 @@ LAYERS = [{"method": "topp", "top_p": 0.3, "dense_layers": 1}, {"method": "spars
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the weights of four layers that all runs start from."""
-    model = engine_runs.SPLIT_MODEL.replace("num_layers: 2", "num_layers: 4")
-    with mock.patch.object(engine_runs, "SPLIT_MODEL", model):
-        return spread_weights(tmp_path_factory.mktemp("virtual"))
+    model = SPLIT_MODEL.replace("num_layers: 2", "num_layers: 4")
+    return spread_weights(tmp_path_factory.mktemp("virtual"), model)
 
 
 @pytest.fixture(scope="module")
