@@ -18,7 +18,7 @@ FUNCTIONS = frozenset(
     (
         "abs", "add", "and_", "bfloat16", "celu", "clamp", "clone", "contiguous", "cos", "detach", "div",
         "double", "dropout", "elu", "eq", "exp", "expm1", "float", "floordiv", "ge", "gelu", "gt", "half",
-        "hardswish", "invert", "isfinite", "le", "leaky_relu", "linear", "log", "log1p", "logical_and",
+        "hardswish", "invert", "isfinite", "le", "leaky_relu", "log", "log1p", "logical_and",
         "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mish", "mod", "mul", "ne",
         "neg", "or_", "pow", "reciprocal", "relu", "requires_grad_", "rsqrt", "sigmoid", "silu", "sin",
         "softplus", "sqrt", "square", "sub", "tanh", "to", "truediv", "type", "type_as", "where",
@@ -29,7 +29,6 @@ FUNCTIONS = frozenset(
 ALONG_DIM = {"cat": 1, "chunk": 2, "split": 2, "unbind": 1, "softmax": 1, "log_softmax": 1, "layer_norm": None}
 """Those that are so if their dim is not one of the grid: place of the dim among their arguments."""
 MODULES = (
-    nn.Linear,
     nn.Identity,
     nn.Dropout,
     nn.GELU,
@@ -59,13 +58,18 @@ def is_entrywise(
     """
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
-        if str(node.target) in extra or isinstance(called, MODULES):
+        if str(node.target) in extra:
             return True
-        # Normalisation over the last dim alone.
         norms = isinstance(called, nn.LayerNorm | nn.RMSNorm)
-        return norms and len(called.normalized_shape) == 1 and not set(pattern.groups[-1]) & set(grid)  # type: ignore[arg-type]
+        if norms or isinstance(called, nn.Linear):
+            # Over the last dim alone.
+            one = not norms or len(called.normalized_shape) == 1  # type: ignore[arg-type]
+            return one and not set(pattern.groups[-1]) & set(grid)
+        return isinstance(called, MODULES)
     name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
     plain = name.removeprefix("i") if name.startswith("i") and name not in FUNCTIONS else name
+    if plain == "linear" and name not in extra:
+        return not set(pattern.groups[-1]) & set(grid)
     if plain in FUNCTIONS or name in extra or name in ("size", "dim", "numel"):
         return True
     if name == "getitem":

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from dbsp_megatron.dsp.entrywise import is_entrywise
+from dbsp_megatron.dsp.fake_call import call_on_shapes
 from dbsp_megatron.dsp.hooks import begin_pass, grid_lengths
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.patterns import Pattern, parse
@@ -153,15 +154,17 @@ class _Builder:
 
     def find_shapes(self, example: Mapping[str, Any]) -> None:
         """Shapes of all nodes, from an example of whole tensors, without computing."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        args = []
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                default = node.args[0] if node.args else None
-                value = example.get(str(node.target), default)
-                args.append(mode.from_tensor(value) if isinstance(value, Tensor) else value)
-        with torch.no_grad():
-            ShapeProp(self.module, fake_mode=mode).propagate(*args)
+        arguments = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        if missing := [str(node.target) for node in arguments if not node.args and str(node.target) not in example]:
+            raise ValueError(f"dsp.trace: example lacks {missing}: give a value to every argument of the model")
+        values = [example.get(str(node.target), *node.args) for node in arguments]
+
+        def call(mode: FakeTensorMode) -> None:
+            args = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in values]
+            with torch.no_grad():
+                ShapeProp(self.module, fake_mode=mode).propagate(*args)
+
+        call_on_shapes(self.module, call, "dsp.trace")
 
     def build(self, entries: Mapping[str, str], example: Mapping[str, Any], *, gather: bool) -> None:
         """Insert the nodes."""
@@ -265,9 +268,15 @@ class _Builder:
         for side in node.all_input_nodes:
             for meta in [] if side in self.stream else _metadata(side):
                 sizes = zip(reversed(meta.shape), reversed(self.pattern.groups), strict=False)
-                if any(size != 1 and set(group) & set(self.lengths) for size, group in sizes):
+                met = [(size, set(group) & set(self.lengths)) for size, group in sizes]
+                if any(size != 1 and names for size, names in met):
                     what = f"meets {side.name!r} of shape {list(meta.shape)}, which all ranks hold whole"
                     self._refuse(node, what, "a stage with sliced=, or name the argument in entries")
+                if short := [name for _, names in met for name in sorted(names) if self.lengths[name] == 1]:
+                    raise ValueError(
+                        f"dsp.trace: with 1 entry of {short} the example does not tell whether {side.name!r} of shape "
+                        f"{list(meta.shape)} is broadcast along them: give an example of 2 or more"
+                    )
 
     def _fits(self, meta: TensorMetadata) -> bool:
         if len(meta.shape) != len(self.pattern.groups):

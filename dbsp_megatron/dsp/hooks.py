@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dbsp_megatron.compat import in_backward
+from dbsp_megatron.dsp.fake_call import call_on_shapes
 from dbsp_megatron.dsp.mesh import DspMesh
 from dbsp_megatron.dsp.patterns import parse
 from dbsp_megatron.dsp.run import DspRun
@@ -328,13 +329,15 @@ def _call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, f
         with torch.no_grad():
             model(*args, **kwargs)
         return
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def convert(x: Any) -> Any:
-        return mode.from_tensor(x) if isinstance(x, Tensor) else x
+    def call(mode: FakeTensorMode) -> None:
+        def convert(x: Any) -> Any:
+            return mode.from_tensor(x) if isinstance(x, Tensor) else x
 
-    with mode, torch.no_grad():
-        model(*tree_map(convert, tuple(args)), **tree_map(convert, dict(kwargs)))
+        with mode, torch.no_grad():
+            model(*tree_map(convert, tuple(args)), **tree_map(convert, dict(kwargs)))
+
+    call_on_shapes(model, call, "dsp.parallelize")
 
 
 def _is_call(call: str, name: str) -> bool:
