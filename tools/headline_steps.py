@@ -157,6 +157,7 @@ class Plan:
         strategies = ("usp", "dbsp")
         words: list[object] = ["--nproc", number, "--ulysses-degree", _mixed_mesh(number)[0], "--strategies"]
         words += [*strategies, "--masks", "dense", f"{kind}:density={DENSITIES[0]:g}", "--retry"]
+        words += ["--timeout-s", 240]
         if self.tiny:
             words += ["--model", "dit_debug", "--latents", "4x8x8", "--precision", "fp32", "--block-size", 8]
             words += ["--steps", 2, "--warmup", 1, "--compile", "off"]

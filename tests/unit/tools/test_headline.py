@@ -9,9 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tools import headline, headline_steps
+from tools import (
+    bench_dsp,
+    bench_sp,
+    bench_training,
+    emulate_ranks,
+    fit_config,
+    headline,
+    headline_steps,
+    pipeline_flags,
+    training_cases,
+)
 from tools.headline_steps import DSP, EMULATE, FIT, SP, TOOLS, Plan, Step, incomplete
+from tools.sp_entries import strategy_meshes
 
 TRAIN = headline_steps.TRAINING
 _SCRIPT = """
@@ -82,6 +94,31 @@ def test_commands_take_the_calibration_once_there_is_one() -> None:
     assert steps[EMULATE].command(Path("out"), path)[-4:-2] == ["--calibration", "out/fit4.json"]
     assert not [word for word in steps[SP].command(Path("out"), None) if "calibration" in word]
     assert steps[FIT].command(Path("out"), None)[-1] == "out/fit4.json"
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 8])
+def test_tools_take_the_words_of_their_steps(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those for GPUs that are not here: a mistake would show only after the machine was paid for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for step in Plan(num_gpus=(number,)).steps():
+        command = step.command(tmp_path, None)
+        words = command[command.index(f"tools/{TOOLS[step.kind]}.py") + 1 :]
+        if step.kind == TRAIN:
+            given = bench_training._parser().parse_args(words)
+            bench_training._check(given)
+            assert len(given.masks) * len(given.strategies) == 4
+            assert all(training_cases.parse_mask(mask) for mask in given.masks)
+        elif step.kind == EMULATE:
+            config, _, options = emulate_ranks.parse_flags(words)
+            assert options.output / "emulated.json" == step.json_path(tmp_path)
+            assert config.device == "cuda"
+        else:
+            parse = {SP: bench_sp, FIT: fit_config, DSP: bench_dsp, headline_steps.PIPELINE: pipeline_flags}
+            config, files = parse[step.kind].parse_flags(words)
+            assert config.device == "cuda"
+            assert (files.output if step.kind == FIT else files["json"]) == step.json_path(tmp_path)
+            if step.kind in (SP, headline_steps.PIPELINE):
+                assert strategy_meshes([x for x in config.strategies if x != "none"], number, config.meshes)
 
 
 def _step(name: str, what: str, expected_s: float = 1.0) -> Step:

@@ -54,9 +54,9 @@ def _predicted(rank: int, world_size: int, path: str, strategy: str) -> tuple[fl
     sp.begin_step(0)
     assert predicted_ms(sp, 0, q.device, backward=False) is None, "nothing was called yet"
     sp.attention(q, q, q, mask=mask, layer=0, layout=layout)
-    found = tuple(predicted_ms(sp, 0, q.device, backward=backward) for backward in (False, True))
+    forward, both = (predicted_ms(sp, 0, q.device, backward=backward) for backward in (False, True))
     sp.destroy()
-    return found
+    return forward, both
 
 
 def test_predicted_ms_of_one_process_is_what_the_rates_say(tmp_path: Path) -> None:
