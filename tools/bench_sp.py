@@ -7,7 +7,8 @@ Usage:
 
 Every strategy is one flag of one object. A strategy whose output or gradients are wrong against fp64 has no figure. All
 are timed in turns, and a time is that of the slowest rank. `ideal` is the time of the first rank alone over the number
-of ranks, measured in the same turns.
+of ranks, measured in the same turns. `predicted` is what the calibration says (`--set calibration=machine.json`, a file
+of tools/fit_latency.py; without one, rates of H200 cards), with no correction by what was measured.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if not __package__:  # Run by its path: the repository is not on sys.path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from dbsp_megatron import BlockMask
+from dbsp_megatron.plan import Calibration
+from dbsp_megatron.strategy.machine import default_calibration
 from tools.attention_cases import AttentionCase
 from tools.attention_check import AttentionSample, sample_attention
 from tools.device_timing import Ranks
@@ -262,6 +265,7 @@ class SpBench:
         if isinstance(entry, StrategyEntry):
             # A chunk of heads is exchanged twice, there and back.
             facts["num_chunks"] = max(1, len(reports[0].phases.exchange) // 2)
+            facts["predicted_ms"] = entry.predicted_ms(backward=direction == BOTH)
         return {
             **facts,
             "bytes_sent": [int(row[0]) for row in sent],
@@ -279,10 +283,15 @@ class SpBench:
             problem = in_a_line(error)
         return self.together.first_problem(problem)
 
+    def _calibration(self) -> Calibration:
+        path = self.config.settings.get("calibration")
+        return default_calibration() if path is None else Calibration.load(path)
+
     def report(self) -> dict[str, Any]:
         """Everything found, as JSON values."""
         return {
             **report_head(self.config, self.ranks),
+            "calibration": self._calibration().machine,
             "missing": self.missing,
             "records": self.records,
         }

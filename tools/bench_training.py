@@ -8,7 +8,8 @@ Usage:
 
 Each case is a run of dbsp-train of its own, on random latents and text: one that takes too much memory fails alone.
 Nothing is saved, drawn or evaluated. Results are kept in OUTPUT/results.json case by case, so that the same command
-goes on where it was stopped, and one with other cases adds them to the tables; --again measures anew.
+goes on where it was stopped, and one with other cases adds them to the tables; --again measures anew, --retry what
+failed.
 A mask is `NAME:key=value,...` as in the section `mask`, or `KIND:density=D` of tools/structured_masks.py.
 """
 
@@ -92,7 +93,7 @@ class TrainingBench:
         self.cases = all_cases(
             given.engines, given.strategies, given.masks, given.recompute, given.compile, given.block_size
         )
-        self._again, self._peak = given.again, given.peak_tflops
+        self._again, self._retry, self._peak = given.again, given.retry, given.peak_tflops
         self._path = given.output / "results.json"
         self.settings = {key: getattr(self.workspace, key) for key in _FIXED}
         self.settings["size"], self.settings["extra"] = list(self.workspace.size), list(self.workspace.extra)
@@ -117,7 +118,8 @@ class TrainingBench:
     def run(self) -> None:
         """Whatever is not measured yet."""
         for number, case in enumerate(self.cases, 1):
-            if case.label in self.records and not self._again:
+            known = self.records.get(case.label)
+            if known is not None and not self._again and (known["fail"] is None or not self._retry):
                 continue
             found = self.workspace.run(case)
             self.records[case.label] = {**asdict(case), **found}
@@ -213,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="trace one more step of each case; see trace_kernels.py")
     parser.add_argument("--timeout-s", type=float, default=600, help="of a case (%(default)s)")
     parser.add_argument("--again", action="store_true", help="measure cases that have results, too")
+    parser.add_argument("--retry", action="store_true", help="measure cases that failed, once more")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="further flags of dbsp-train, last")
     parser.add_argument("--json", type=Path, help="file of everything that was found")
     parser.add_argument("--markdown", type=Path, help="file of the tables")

@@ -185,8 +185,10 @@ class Emulation:
             "rho_gpu": plan.imbalance_gpu,
             "num_chunks": len(chunks) if pipelined else 1,
             "one_chunk_ms": in_one["attention_ms"],
+            "one_chunk_forward_ms": in_one["forward_ms"],
             "chunks": len(chunks),
             "in_chunks_ms": in_chunks["attention_ms"],
+            "in_chunks_forward_ms": in_chunks["forward_ms"],
         }
 
     def _num_chunks(self, emulator: RankEmulator, plan: PartitionPlan) -> int:

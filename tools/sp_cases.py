@@ -10,7 +10,7 @@ import torch
 
 from dbsp_megatron import BlockMask
 from dbsp_megatron.plan import sparse_imbalance
-from tools.structured_masks import KINDS, Geometry, make_mask, parse_geometry
+from tools.structured_masks import GEOMETRIES, KINDS, Geometry, make_mask, parse_geometry
 
 DENSE = "dense"
 """Kind of a mask with every block, beside those of `structured_masks`."""
@@ -42,6 +42,7 @@ SHAPES = {
         Shape(name="wan13_480p", geometry=Geometry(frames=21, rows=30, cols=52, heads=12), head_dim=128),
         Shape(name="wan14_720p", geometry=Geometry(frames=21, rows=45, cols=80, heads=40), head_dim=128),
         Shape(name="cog5b", geometry=Geometry(frames=13, rows=30, cols=45, heads=48, text_tokens=226), head_dim=64),
+        Shape(name="cog15_768p", geometry=GEOMETRIES["cog15"], head_dim=64),
         Shape(
             name="tiny",
             geometry=Geometry(frames=3, rows=6, cols=11, heads=6, text_tokens=5),

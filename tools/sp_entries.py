@@ -16,6 +16,7 @@ from dbsp_megatron.comm.collectives import gather_rows
 from dbsp_megatron.parallel_state import factorisations
 from tools.device_timing import Ranks
 from tools.sp_cases import Mesh
+from tools.sp_prediction import predicted_ms
 
 STRATEGIES = ("ulysses", "ring", "usp", "dbsp", "paper", "yunchang")
 """`paper` is dbsp with the published rules for heads and blocks; `yunchang` is another package's USP, dense only."""
@@ -152,6 +153,10 @@ class StrategyEntry:
             "rho_gpu": float(found["sp/imbalance_gpu"]),
             "bytes_sent": int(found["sp/bytes_sent"]),
         }
+
+    def predicted_ms(self, *, backward: bool) -> float | None:
+        """What the calibration predicts for a call, measured by nothing here; None where it cannot."""
+        return predicted_ms(self._sp, 0, self.dout.device, backward=backward)
 
     def close(self) -> None:
         """See `Entry`."""

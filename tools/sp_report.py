@@ -13,9 +13,14 @@ _OURS = ("dbsp", "paper")
 
 
 def add_ratios(records: Sequence[dict[str, Any]]) -> None:
-    """Adds what follows from the records of one mask: efficiency, exposed share, overlap, and speed-ups of dbsp."""
+    """Adds what follows from the records of one mask: efficiency, exposed share, overlap, and speed-ups of dbsp.
+
+    `prediction_error` is what the prediction is above the time, as a share of that.
+    """
     for record in records:
         record["efficiency"] = ratio(record["ideal_ms"], record["ms"])
+        predicted = ratio(record.get("predicted_ms"), record["ms"])
+        record["prediction_error"] = None if predicted is None else predicted - 1
         record |= _communication(record.get("phases", {}))
         if record["strategy"] not in _OURS:
             continue
@@ -116,7 +121,7 @@ _HEAD = ("shape", "blocks", "mask", "direction", "strategy", "mesh")
 def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [
         (*_HEAD, "ms", "ideal ms", "efficiency", "rho", "rho gpu", "chunks", "exposed", "overlap", "sent MiB",
-         "added MiB", "host ms")
+         "added MiB", "host ms", "predicted ms", "error")
     ]  # fmt: skip
     for record in report["records"]:
         sent, added = (
@@ -137,6 +142,8 @@ def _times(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 cell(sent, ".1f"),
                 cell(added, ".0f"),
                 cell(record.get("host_ms"), ".2f"),
+                cell(record.get("predicted_ms"), ".3f"),
+                cell(record.get("prediction_error"), "+.1%"),
             )
         )
     return table

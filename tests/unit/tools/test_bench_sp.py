@@ -139,6 +139,7 @@ def test_shapes_have_the_published_lengths() -> None:
         "wan13_480p": (32760, 12, 128),
         "wan14_720p": (75600, 40, 128),
         "cog5b": (17776, 48, 64),
+        "cog15_768p": (85906, 48, 64),
         "tiny": (203, 6, 16),
     }
     assert find_shape("2x3x4x5", 32).seqlen == 24
