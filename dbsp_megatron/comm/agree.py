@@ -74,8 +74,10 @@ class Agreement:
     ) -> None:
         self._question: _Question | None = None
         self._refusal: str | None = None
+        self._is_answered = False
         if group is None or group.size() == 1:
             self._refusal = problem or None
+            self._is_answered = True
             return
         names = tuple(beliefs)
         if len(names) > _MAX_BELIEFS:
@@ -96,6 +98,11 @@ class Agreement:
         return self._refusal is not None
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether all ranks agree, as far as this one knows."""
+        return self._is_answered and self._refusal is None
+
+    @property
     def must_wait(self) -> bool:
         """Whether `finish` would wait for other ranks."""
         return self._question is not None and not self._question.gather.has_arrived
@@ -110,6 +117,7 @@ class Agreement:
         question, self._question = self._question, None
         if question is not None:
             self._refusal = _answer(question)
+            self._is_answered = True
         if self._refusal is not None:
             raise ValueError(self._refusal)
 

@@ -19,6 +19,8 @@ _PLANS = (
     "plans follow from the counts of all ranks, so give every rank the same plan file and the same calls before, or "
     "make SequenceParallel anew on all ranks"
 )
+LEAST_US = 1
+"""The shortest time that ranks compare; a rank that has none to tell gives this one."""
 
 
 def call_beliefs(
@@ -131,7 +133,7 @@ def slowest_us(measured_us: float, group: dist.ProcessGroup | None) -> int:
         group: ranks that ran together; None for a single rank.
 
     Returns:
-        Microseconds, at least 1.
+        Microseconds, at least `LEAST_US`.
 
     Raises:
         ValueError: on every rank alike: a time is negative or not finite.
@@ -140,5 +142,5 @@ def slowest_us(measured_us: float, group: dist.ProcessGroup | None) -> int:
     if not math.isfinite(measured_us) or measured_us < 0:
         problem = f"measured_us must be a finite time of at least 0, got {measured_us!r}: measure the layer again"
     agree("time of a layer", problem, {}, group)
-    mine = torch.tensor([max(1, math.ceil(measured_us))], dtype=torch.int64)
+    mine = torch.tensor([max(LEAST_US, math.ceil(measured_us))], dtype=torch.int64)
     return int(mine if group is None else gather_vectors(mine, group).max())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -137,9 +138,13 @@ class LayerRunner:
         # Alike on all ranks that agree. Where mask and plan are known, nothing is exchanged before q, k and v.
         fits = problem is None and orders is None and not self._verifier.is_due(step)
         if fits and call is not None and mask is not None and counts is not None and plan is not None and peeked:
-            out, watch = self._execute_meanwhile(agreement, call, plan, mask)
-            self.planning.measure(call)
-            self.planning.adopt(call, counts.workload)
+            try:
+                out, watch = self._execute_meanwhile(agreement, call, plan, mask)
+            finally:
+                if agreement.is_accepted:
+                    # Also where it failed: it need not have failed on the others, and ranks decide by this alike.
+                    self.planning.adopt(call, counts.workload)
+                    self._observe_layout(call, plan, counts)
             self._note(records, call, plan, peeked[1], counts)
             self._note_watch(records, call, watch, before)
             return out, mask, plan
@@ -165,6 +170,7 @@ class LayerRunner:
             rows, plan, reused, counts = self._predicted_rows(call, call.mask, where)
         if plan is None:
             raise RuntimeError(f"{where}: no plan was made")
+        self._observe_layout(call, plan, counts)
         self._note(records, call, plan, reused, counts)
         check = self._verifier.verification(where, step, rows, call.layout, call.scale)
         if check is not None and call.needs_grad:
@@ -194,26 +200,41 @@ class LayerRunner:
         Raises:
             ValueError: as `run`; nothing was sent.
         """
+        # Kept until the backward pass, so that it must not hold the call for longer than it is needed.
+        due = [partial(self.planning.measure, call)]
+
+        def agreed() -> bool:
+            """Whether this rank had to wait for the others."""
+            waited = agreement.must_wait
+            agreement.finish()
+            while due:
+                # Collective, so before anything that may fail on one rank alone.
+                waited = due.pop()() or waited
+            return waited
+
         try:
             watch = Stopwatch(call.q.device)
 
-            # Kept until the backward pass, so it must not hold the call.
             def ready() -> None:
-                late = agreement.must_wait
-                agreement.finish()
-                if late:
+                if agreed():
                     # What others were late by is no time of attention.
                     watch.restart()
 
             out = self._executor(plan).execute(call, plan, mask, ready)
             # It may be that nothing had to be sent.
             ready()
-        except BaseException:
+        except BaseException as error:
             # Whatever failed here, the others count on this rank; what they have to tell goes first.
             if agreement.is_open:
-                agreement.finish()
+                try:
+                    agreed()
+                except ValueError:
+                    # An interrupt ends this rank, whatever they tell.
+                    if isinstance(error, Exception):
+                        raise
             raise
         finally:
+            due.clear()
             if agreement.is_refused:
                 self.planning.refused()
         return out, watch.stop()
@@ -312,8 +333,8 @@ class LayerRunner:
         self._counts.move_to_end(key)
         return cast(LayerCounts, self._counts[key])
 
-    def _observe_layout(self, call: LayerCall, plan: PartitionPlan, counts: LayerCounts) -> None:
-        if self.strategy.calibrates_layout:
+    def _observe_layout(self, call: LayerCall, plan: PartitionPlan, counts: LayerCounts | None) -> None:
+        if counts is not None and self.strategy.calibrates_layout:
             self._calibrators.observe(call.layer, call.layout, counts.workload, plan)
 
     def _note_watch(self, records: StepRecords, call: LayerCall, watch: Stopwatch, before: int) -> None:
@@ -330,8 +351,6 @@ class LayerRunner:
 
         Counts that are still under way are told of in the next step: those of the step before stand in for them.
         """
-        if counts is not None:
-            self._observe_layout(call, plan, counts)
         key = (call.layer, call.plan_key)
         record = records.layer(call.layer)
         record.mesh = (plan.ulysses_degree, plan.ring_degree)

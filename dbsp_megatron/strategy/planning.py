@@ -59,9 +59,9 @@ class Planning(ABC):
         """What ranks compare once a mesh was chosen, by name; nothing where meshes are fixed."""
         return {}
 
-    def measure(self, call: LayerCall) -> None:
-        """Takes note of times of earlier steps; may be collective."""
-        return
+    def measure(self, call: LayerCall) -> bool:
+        """Takes note of times of earlier steps; whether that was collective."""
+        return False
 
     def note(self, call: LayerCall, watch: Stopwatch) -> None:
         """Takes note of what measures the call."""

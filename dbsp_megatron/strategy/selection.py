@@ -26,7 +26,7 @@ from dbsp_megatron.plan.planner import fits
 from dbsp_megatron.plan.selector import Choice, Mesh, comparison_due
 from dbsp_megatron.strategy.auto import Auto
 from dbsp_megatron.strategy.call import LayerCall
-from dbsp_megatron.strategy.consensus import choice_beliefs, slowest_us
+from dbsp_megatron.strategy.consensus import LEAST_US, choice_beliefs, slowest_us
 from dbsp_megatron.strategy.fallback import layer_bytes, stay_home
 from dbsp_megatron.strategy.pipelining import asked_chunks, latency_model
 from dbsp_megatron.strategy.planning import Planning
@@ -173,16 +173,19 @@ class MeshSelection(Planning):
         history = "" if state is None or state.family is None else state.family.selector.digest
         return choice_beliefs(None if state is None else state.choice, history)
 
-    def measure(self, call: LayerCall) -> None:
+    def measure(self, call: LayerCall) -> bool:
         """Corrects predictions by the time of the step before; collective when it is this layer's turn."""
         state = self._layers.get((call.layer, call.plan_key))
-        if state is None or state.watch is None or state.step == call.step or state.mesh is None:
-            return
+        if state is None or state.step == call.step or state.mesh is None:
+            return False
         turn = (state.num_steps - _FIRST_MEASURED + call.layer) % MEASURE_STEPS == 0
         if state.family is None or state.num_steps < _FIRST_MEASURED or state.num_on_mesh < 2 or not turn:
-            return
-        # Of a step before, so it is known by now.
-        forward_us = slowest_us(state.watch.elapsed_ms() * 1e3, self._group)
+            return False
+        # Of a step before, so it is known by now. A call that failed on this rank has none, and may have on others.
+        took_ms = 0.0 if state.watch is None else state.watch.elapsed_ms()
+        forward_us = slowest_us(took_ms * 1e3, self._group)
+        if forward_us <= LEAST_US:
+            return True
         measured = max(1, round(forward_us / state.forward_share))
         with warnings.catch_warnings():
             if not self._speaks:
@@ -191,6 +194,7 @@ class MeshSelection(Planning):
                 state.family.selector.observe_time(call.layer, state.mesh, measured)
             except ValueError as error:  # more layers than the selector keeps: alike on all ranks
                 logger.debug("layer %d: %s", call.layer, error)
+        return True
 
     def note(self, call: LayerCall, watch: Stopwatch) -> None:
         """Keeps what measures the first call of a step."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsp_megatron import BlockMask, SequenceParallel
+from dbsp_megatron.attention import ring
 from dbsp_megatron.comm.agree import Agreement, Belief, digest_int
 from dbsp_megatron.strategy import selection
 from dbsp_megatron.strategy.consensus import slowest_us
@@ -143,6 +144,82 @@ def _faults_of_all(rank: int, world_size: int, way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", ["ulysses", "ring", "mixed, chunks"])
 def test_a_fault_while_making_ready_leaves_no_agreement_open(way: str) -> None:
     run_ranks(_faults_of_all, 4, WAYS[way])
+
+
+def _call_of_step(sp: SequenceParallel, local: list[Tensor], mask: BlockMask, rank: int, fails: bool) -> None:
+    """Attention that fails on one rank after all was sent, so that the others do not notice."""
+    layout = sp.layout(mask.seqlen_q)
+    if not fails or rank != ODD:
+        sp.attention(*local, mask=mask, layout=layout)
+        return
+    with patch.object(ring, "plan_tensor", side_effect=_FaultError), pytest.raises(_FaultError):
+        sp.attention(*local, mask=mask, layout=layout)
+
+
+def _unnoticed(rank: int, world_size: int, mistakes: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    sp = make_sp("auto", 1, 4, block_size=BLOCK)
+    layout = sp.layout(SEQLEN)
+    inputs, mask, want = random_problem(7, SEQLEN, HEADS, BLOCK)
+    local = [layout.shard(x) for x in inputs[:3]]
+    compared = []
+    with patch.object(selection, "slowest_us", side_effect=slowest_us) as counted:
+        for step in range(22):
+            sp.begin_step(step)
+            _call_of_step(sp, local, mask, rank, step in mistakes)
+            check(sharded_gradients(sp, inputs, mask, BLOCK, layer=1), want, FP32_ATOL, f"step {step}")
+            compared.append((step, counted.call_count, sp.stats()["sp/plan_reuse"]))
+    sp.destroy()
+    return compared
+
+
+# Times of the layer are compared in steps 3 and 19, as of the steps before.
+@pytest.mark.parametrize("mistakes", [(2,), (4,), (2, 18)])
+def test_a_fault_of_one_rank_leaves_ranks_in_step(mistakes: tuple[int, ...]) -> None:
+    found = run_ranks(_unnoticed, 4, mistakes)
+    assert found == [found[0]] * 4
+    assert found[0][-1][1] > 0
+
+
+def _uneven_stripes(rank: int, world_size: int) -> tuple[bool, list[int]]:
+    sp = make_sp("dbsp", 1, 4, block_size=BLOCK, block_policy="hot_stripe")
+    blocks = torch.eye(12, dtype=torch.bool).repeat(1, HEADS, 1, 1)
+    blocks[:, :, ::4] = True
+    mask = BlockMask(blocks, BLOCK, BLOCK)
+    layout = sp.layout(mask.seqlen_q)
+    local = [layout.shard(x) for x in random_problem(8, mask.seqlen_q, HEADS, BLOCK)[0][:3]]
+    sp.begin_step(0)
+    _call_of_step(sp, local, mask, rank, fails=True)
+    changed = sp.recalibrate()
+    homes = sp.layout(mask.seqlen_q).homes.tolist()
+    sp.destroy()
+    return changed, homes
+
+
+def test_a_fault_of_one_rank_leaves_layouts_alike() -> None:
+    """Layouts follow counts without communication, so that ranks must have seen the same calls."""
+    found = run_ranks(_uneven_stripes, 4)
+    assert found == [found[0]] * 4
+    assert found[0][0]
+
+
+def _interrupted(rank: int, world_size: int) -> None:
+    sp = make_sp("dbsp", 1, 4, block_size=BLOCK)
+    layout = sp.layout(SEQLEN)
+    inputs, mask, _ = random_problem(9, SEQLEN, HEADS, BLOCK)
+    local = [layout.shard(x) for x in inputs[:3]]
+    given = mask if rank else BlockMask(mask.blocks.roll(1, 3), BLOCK, BLOCK, SEQLEN, SEQLEN)
+    if rank == ODD:
+        with patch.object(MeshExecutor, "_chunk", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            sp.attention(*local, mask=given, layout=layout)
+    else:
+        with pytest.raises(ValueError, match="ranks disagree about mask"):
+            sp.attention(*local, mask=given, layout=layout)
+    assert len(sp.cache) == 0
+    sp.destroy()
+
+
+def test_an_interrupt_is_not_taken_for_a_refusal() -> None:
+    run_ranks(_interrupted, 4)
 
 
 def _chosen_meshes(rank: int, world_size: int) -> tuple[list[str], int]:
