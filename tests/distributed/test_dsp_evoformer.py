@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsp_megatron.dsp import DspGroup, DspMesh
 from dbsp_megatron.models.evoformer import Evoformer, EvoformerConfig, load_evoformer_config
 from tests.distributed.dsp_models import check, gradients, mesh_of_world, refused, summed
 from tests.harness import run_ranks
@@ -142,3 +143,24 @@ def test_a_wrong_part_is_refused_on_every_rank() -> None:
     for message in run_ranks(_refusals, 2):
         assert "pair must be" in message
         assert "use cut()" in message
+
+
+def _two_axes(rank: int, world_size: int) -> list[str]:
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    every = dist.new_group([0, 1, 2, 3])
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    texts = []
+    for outer, inner in ((columns[rank % 2], rows[rank // 2]), (every, alone)):
+        model = _model(mesh=DspMesh([DspGroup(outer, "out"), DspGroup(inner, "in")]))
+        for size, batch in SIZES:
+            given, weights = _inputs(size, batch, masked=False)
+            texts.append(refused(lambda m=model, g=given, w=weights, s=size: _step(m, g, w, s)))
+    return texts
+
+
+def test_plans_that_cut_residues_by_other_axes_are_refused_on_all_ranks() -> None:
+    """Before anything is exchanged: with lengths of their own some ranks would see it, and others wait for them."""
+    for texts in run_ranks(_two_axes, 4):
+        assert all("cut residues by other mesh axes in block 0: use a mesh of one axis" in text for text in texts[:4])
+        assert texts[4:] == ["accepted"] * 4

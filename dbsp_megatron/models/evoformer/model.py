@@ -83,8 +83,6 @@ class EvoformerBlock(nn.Module):
         m = m + self.column(m, sequences.part(name("column"), msa_mask))
         m = m + self.msa_transition(m)
         m, z = sequences.enter(name("outer"), m, "s"), pairs.enter(name("outer"), z, "j")
-        if sequences.positions("r", name("outer")) != pairs.positions("i", name("outer")):
-            raise ValueError("the plans of sequences and pairs give this rank other residues: use one mesh axis")
         z = z + self.outer(m, msa_mask, sequences, name("outer"))
         for kind, needs, sublayer in (
             ("outgoing", "j", self.outgoing),
@@ -152,6 +150,24 @@ class Evoformer(nn.Module):
     def _lengths(size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]]:
         return dict(zip(MSA_DIMS, size, strict=True)), dict.fromkeys(PAIR_DIMS, size[1])
 
+    def _check_residues(self, size: tuple[int, int]) -> None:
+        """Refuse plans, alike on all ranks, under which outer products would meet residues of other pairs."""
+        if self.msa_session is None or self.pair_session is None:
+            return
+        of_msa, of_pair = self._lengths(size)
+        sequences, pairs = self.msa_session.plan(of_msa), self.pair_session.plan(of_pair)
+        for index in range(len(self.blocks)):
+            name = f"{index}.outer"
+            if sequences is None or pairs is None:
+                return
+            of_r = sequences.by_name[name].compute.shards[MSA_DIMS.index("r")]
+            of_i = pairs.by_name[name].compute.shards[PAIR_DIMS.index("i")]
+            if [axis for axis in of_r if axis.size > 1] != [axis for axis in of_i if axis.size > 1]:
+                raise ValueError(
+                    f"the plans of sequences and pairs of size {size} cut residues by other mesh axes in block "
+                    f"{index}: use a mesh of one axis"
+                )
+
     def _problem(
         self, msa: Tensor, pair: Tensor, size: tuple[int, int], masks: tuple[Tensor | None, Tensor | None]
     ) -> str | None:
@@ -171,6 +187,7 @@ class Evoformer(nn.Module):
                 part = self.cut(blank, "msa" if track == "msa" else "pair", "start", size)
                 if x.shape != (*part.shape, channels):
                     return f"{name} must be {[*part.shape, channels]} on this rank; got {list(x.shape)}: use cut()"
+            self._check_residues(size)
         except ValueError as error:
             return str(error)
         for name, mask, lengths in (("msa_mask", masks[0], whole[0]), ("pair_mask", masks[1], whole[1])):

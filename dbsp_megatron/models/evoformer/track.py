@@ -44,7 +44,3 @@ class Track:
         if mask is None or self.run is None:
             return mask
         return self.run.slice(mask, f"B {' '.join(self.dims)}", stage=stage)
-
-    def positions(self, dim: str, stage: str) -> range:
-        """Entries of a dim that this rank holds in a stage."""
-        return range(self.lengths[dim]) if self.run is None else self.run.positions(dim, stage)
