@@ -70,7 +70,7 @@ class Ring:
         if self.ready is not None:
             self.ready()
         self.traffic.bytes_sent += sum(x.numel() * x.element_size() for x in send)
-        return PeerSwap(send, shapes, self.group, shift)
+        return self.traffic.begin(PeerSwap(send, shapes, self.group, shift))
 
 
 class ChunkStream:

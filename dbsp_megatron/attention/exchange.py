@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,38 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dbsp_megatron.attention.work import Side
-from dbsp_megatron.comm.collectives import FlatSwap
+from dbsp_megatron.comm.collectives import FlatSwap, PeerSwap
 from dbsp_megatron.kernels.block_pack import pack, piece_sizes, unpack, unpack_sum
+
+_Swap = TypeVar("_Swap", FlatSwap, PeerSwap)
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank sent to other ranks since the last reset."""
+    """What this rank exchanges with others."""
 
     bytes_sent: int = field(default=0)
+    """Since the last reset."""
+    num_begun: int = field(default=0, init=False)
+    """Exchanges so far: where ranks have begun as many, each of them meets its counterparts on the others."""
+    _under_way: list[FlatSwap | PeerSwap] = field(default_factory=list, init=False, repr=False)
+
+    def begin(self, swap: _Swap) -> _Swap:
+        """Count an exchange that was begun; kept until it is over, also if an error keeps its caller from waiting.
+
+        One that is let go of before is broken off by gloo, and its group with it.
+        """
+        self.num_begun += 1
+        self._under_way = [other for other in self._under_way if not other.is_over]
+        self._under_way.append(swap)
+        return swap
+
+    def finish_abandoned(self) -> None:
+        """Wait for what was begun in calls that have failed; for ranks that have begun the same exchanges."""
+        while self._under_way:
+            swap = self._under_way.pop()
+            if not swap.is_over:
+                swap.wait()
 
 
 @dataclass(frozen=True)
@@ -48,7 +71,7 @@ class Exchange:
         if self.ready is not None:
             self.ready()
         self.traffic.bytes_sent += (send.numel() - send_sizes[self.me]) * send.element_size()
-        return FlatSwap(send, send_sizes, recv_sizes, self.group).wait
+        return self.traffic.begin(FlatSwap(send, send_sizes, recv_sizes, self.group)).wait
 
 
 def _peer_sizes(piece_sizes: Sequence[int], per_peer: Sequence[int]) -> list[int]:

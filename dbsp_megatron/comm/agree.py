@@ -14,7 +14,7 @@ from dbsp_megatron.comm.collectives import VectorGather, gather_vectors
 
 _TEXT_BYTES = 1024
 _SHOWN_CHARACTERS = 300
-_MAX_BELIEFS = 6
+_MAX_BELIEFS = 7
 """With more the gathered row would be longer than that of other calls, and ranks in different calls would wait."""
 _MAX_RANKS = 8
 _MAX_VALUES = 4
@@ -48,7 +48,7 @@ def agree(where: str, problem: str | None, beliefs: Mapping[str, Belief], group:
     Args:
         where: what is about to happen, for the message ("attention layer 3, step 10").
         problem: this rank's own error, or None.
-        beliefs: by name, what must be equal on all ranks; at most 6.
+        beliefs: by name, what must be equal on all ranks; at most 7.
         group: ranks that must agree, best one whose backend moves CPU tensors. None for a single rank.
 
     Raises:

@@ -48,18 +48,23 @@ class FlatSwap:
         members(group)
         # Kept until `wait`, as is the work, or its memory could be given to others while it is read.
         self._send: Tensor | None = send
-        self._received = send.new_empty(sum(recv_sizes))
+        self._received = [send.new_empty(sum(recv_sizes))]
         self._work = dist.all_to_all_single(
-            self._received, send, list(recv_sizes), list(send_sizes), group=group, async_op=True
+            self._received[0], send, list(recv_sizes), list(send_sizes), group=group, async_op=True
         )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody has waited for it."""
+        return not self._received
+
     def wait(self) -> Tensor:
-        """The received buffer, once it has arrived."""
+        """The received buffer, once it has arrived; asked for once."""
         if self._work is not None:
             self._work.wait()
         # The work holds the sent buffer too.
         self._work = self._send = None
-        return self._received
+        return self._received.pop()
 
 
 def gather_rows(x: Tensor, rows_per_rank: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -152,6 +157,11 @@ class PeerSwap:
             if x.numel()
         ]
         self._work = dist.batch_isend_irecv(ops) if ops else []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody has waited for it, or nothing is sent either way."""
+        return not self._work
 
     def wait(self) -> list[Tensor]:
         """The received tensors, once they have arrived and those sent may be reused; asked for once."""

@@ -24,7 +24,12 @@ LEAST_US = 1
 
 
 def call_beliefs(
-    call: LayerCall | None, plan: PartitionPlan | None, orders: HeadOrders | None, layer: int, step: int
+    call: LayerCall | None,
+    plan: PartitionPlan | None,
+    orders: HeadOrders | None,
+    layer: int,
+    step: int,
+    num_begun: int,
 ) -> dict[str, Belief]:
     """What must be equal on all ranks before a call of a layer.
 
@@ -34,6 +39,7 @@ def call_beliefs(
         orders: orders of the heads that its mask method asks for, if it does.
         layer: layer index.
         step: number of the step.
+        num_begun: exchanges that the rank has begun in calls before.
     """
     # Asked for now: where words are made, gradients may be off.
     needs_grad = call is not None and call.needs_grad
@@ -65,6 +71,12 @@ def call_beliefs(
             "give the mask method the same file and settings on every rank",
         ),
         "partition plan": plan_belief(plan),
+        "exchanges so far": Belief(
+            num_begun,
+            lambda: str(num_begun),
+            "an earlier call failed on some ranks after others had sent more, which would be taken for a part of this "
+            "call: restart the run",
+        ),
     }
 
 

@@ -134,7 +134,8 @@ class LayerRunner:
         if call is not None:
             orders, fault = self._reorder.orders_of(call)
             problem = problem or fault
-        agreement = Agreement(where, problem, call_beliefs(call, plan, orders, layer, step), self.groups.control_group)
+        beliefs = call_beliefs(call, plan, orders, layer, step, self.traffic.num_begun)
+        agreement = Agreement(where, problem, beliefs, self.groups.control_group)
         # Alike on all ranks that agree. Where mask and plan are known, nothing is exchanged before q, k and v.
         fits = problem is None and orders is None and not self._verifier.is_due(step)
         if fits and call is not None and mask is not None and counts is not None and plan is not None and peeked:
@@ -188,6 +189,7 @@ class LayerRunner:
     def _finish(self, agreement: Agreement) -> None:
         try:
             agreement.finish()
+            self.traffic.finish_abandoned()
         finally:
             if agreement.is_refused:
                 self.planning.refused()
@@ -207,7 +209,8 @@ class LayerRunner:
             """Whether this rank had to wait for the others."""
             waited = agreement.must_wait
             agreement.finish()
-            while due:
+            if due:
+                self.traffic.finish_abandoned()
                 # Collective, so before anything that may fail on one rank alone.
                 waited = due.pop()() or waited
             return waited

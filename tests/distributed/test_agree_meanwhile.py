@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from dbsp_megatron.strategy import selection
 from dbsp_megatron.strategy.consensus import slowest_us
 from dbsp_megatron.strategy.execution import MeshExecutor
 from dbsp_megatron.strategy.layer import LayerRunner
+from dbsp_megatron.strategy.timed_engine import TimedEngine
 from tests.distributed.sharded import check, make_sp, random_problem, recorded_collectives, refusal, sharded_gradients
 from tests.harness import run_ranks
 from tests.reference import FP32_ATOL
@@ -200,6 +201,62 @@ def test_a_fault_of_one_rank_leaves_layouts_alike() -> None:
     found = run_ranks(_uneven_stripes, 4)
     assert found == [found[0]] * 4
     assert found[0][0]
+
+
+def _fail_at(number: int, which: str, direction: str) -> AbstractContextManager[Any]:
+    """Makes a call of the engine fail, counted from 0."""
+    calls = iter(range(1000))
+    original = getattr(TimedEngine, direction)
+
+    def run(*args: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise _FaultError(which)
+        return original(*args, **options)
+
+    return patch.object(TimedEngine, direction, run)
+
+
+def _all_fail(rank: int, world_size: int, way: dict[str, Any]) -> None:
+    sp = make_sp("dbsp", block_size=BLOCK, kv_gather_mib=0, **way)
+    inputs, mask, want = random_problem(10, SEQLEN, HEADS, BLOCK)
+    check(sharded_gradients(sp, inputs, mask, BLOCK), want, FP32_ATOL, "before")
+    for direction in ("forward", "backward"):
+        for _ in range(5):
+            with _fail_at(0, "all", direction), pytest.raises(_FaultError):
+                sharded_gradients(sp, inputs, mask, BLOCK)
+            check(sharded_gradients(sp, inputs, mask, BLOCK), want, FP32_ATOL, f"after a fault in {direction}")
+    sp.destroy()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_after_one_that_failed_alike_on_all_ranks_are_right(way: str) -> None:
+    """Such as for want of memory, while K and V of other ranks are on their way."""
+    run_ranks(_all_fail, 4, WAYS[way])
+
+
+def _fail_apart(rank: int, world_size: int, needs_grad: bool) -> list[str]:
+    sp = make_sp("dbsp", 1, 4, block_size=BLOCK, kv_gather_mib=0, kv_prefetch=1)
+    layout = sp.layout(SEQLEN)
+    inputs, mask, _ = random_problem(11, SEQLEN, HEADS, BLOCK, dense=True)
+    local = [layout.shard(x).requires_grad_(needs_grad) for x in inputs[:3]]
+
+    def attend() -> Tensor:
+        return sp.attention(*local, mask=mask, layout=layout)
+
+    out = attend()
+    direction = "backward" if needs_grad else "forward"
+    with _fail_at(rank != ODD, "some", direction), pytest.raises(_FaultError):
+        out.sum().backward() if needs_grad else attend()
+    heard = [refusal(attend) for _ in range(2)]
+    sp.destroy()
+    return heard
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_what_was_sent_in_a_call_that_failed_is_not_taken_for_that_of_another(needs_grad: bool) -> None:
+    heard, *others = run_ranks(_fail_apart, 4, needs_grad)
+    assert others == [heard] * 3
+    assert all("ranks disagree about exchanges so far" in message for message in heard)
 
 
 def _interrupted(rank: int, world_size: int) -> None:
