@@ -150,11 +150,18 @@ def _answer(question: _Question) -> str | None:
             "same calls in the same order"
         )
     name, values = next((name, values) for name, values in zip(beliefs, columns, strict=False) if len(set(values)) > 1)
-    texts = _gather_texts(f"{where}\n{beliefs[name].shown()[:_SHOWN_CHARACTERS]}", group)
+    texts = _gather_texts(f"{where}\n{_words(beliefs[name])}", group)
     # The place as the first rank sees it, so that the message is one.
     place, *_ = texts[0].split("\n", 1)
     shown = [text.split("\n", 1)[1] for text in texts]
     return f"{place}: ranks disagree about {name} ({_by_value(values, shown, ranks)}): {beliefs[name].remedy}"
+
+
+def _words(belief: Belief) -> str:
+    try:
+        return belief.shown()[:_SHOWN_CHARACTERS]
+    except Exception as error:  # such as of a user's mask method; the other ranks wait for words
+        return f"what raised {type(error).__name__} when asked: {error}"[:_SHOWN_CHARACTERS]
 
 
 @cache

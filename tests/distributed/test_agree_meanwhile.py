@@ -357,6 +357,21 @@ def test_agreement_says_the_same_each_time_and_asks_once() -> None:
     assert heard[4].startswith("ValueError: place 0: ranks disagree about number (rank 0: 0; rank 1: 1)")
 
 
+def _without_words(rank: int, world_size: int) -> str:
+    def shown() -> str:
+        if rank:
+            raise _FaultError("mislaid")
+        return "0"
+
+    return refusal(Agreement("here", None, {"number": Belief(rank, shown, "count")}, dist.group.WORLD).finish)
+
+
+def test_ranks_hear_of_a_disagreement_that_one_of_them_has_no_words_for() -> None:
+    heard, other = run_ranks(_without_words, 2)
+    assert heard == other
+    assert "(rank 0: 0; rank 1: what raised _FaultError when asked: mislaid)" in heard
+
+
 def test_agreement_of_one_rank_is_what_it_says() -> None:
     assert refusal(Agreement("here", None, {}, None).finish) == "accepted"
     assert refusal(Agreement("here", "no number", {}, None).finish) == "ValueError: no number"
